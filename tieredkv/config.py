@@ -68,7 +68,9 @@ class ModelConfig:
     model: str = _setting(
         DEFAULT_MODEL, "Model: 'smollm2-135m', a local Hugging Face folder, a hub id, or a GGUF file."
     )
-    served_model_name: tuple[str, ...] = _setting((), "Name(s) under which the API serves the model; the first one is reported.")
+    served_model_name: tuple[str, ...] = _setting(
+        (), "Name(s) under which the API serves the model; the first one is reported."
+    )
     device: str = _setting("auto", "Where the model runs.", choices=("auto", "cpu", "cuda"))
     dtype: str = _setting(
         "auto",
@@ -92,7 +94,9 @@ class CacheConfig:
     gpu_memory_utilization: float = _setting(
         0.9, "Share of the GPU's memory for weights, activations and the pool.", low=0.01, high=1.0
     )
-    num_gpu_blocks_override: int | None = _setting(None, "Exact number of blocks in the pool, whatever the memory.", low=2)
+    num_gpu_blocks_override: int | None = _setting(
+        None, "Exact number of blocks in the pool, whatever the memory.", low=2
+    )
     kv_cache_memory: int | None = _setting(
         None, "Size of the pool, such as 4GiB; default on CPU: a quarter of the free memory, at most 4 GiB.", size=True
     )
@@ -103,10 +107,14 @@ class SchedulerConfig:
     """How requests share a step."""
 
     max_num_seqs: int = _setting(64, "Most sequences that run at once.", low=1)
-    max_num_batched_tokens: int = _setting(2048, "Token budget of one step; longer prompts are computed in parts.", low=1)
+    max_num_batched_tokens: int = _setting(
+        2048, "Token budget of one step; longer prompts are computed in parts.", low=1
+    )
     max_queue_size: int = _setting(1024, "Requests that may wait; one more is answered with 429.", low=1)
     single_flight_timeout: float = _setting(
-        30.0, "Longest time in seconds that a request waits for another one computing the same prefix; 0 turns it off.", low=0
+        30.0,
+        "Longest time in seconds that a request waits for another one computing the same prefix; 0 turns it off.",
+        low=0,
     )
 
 
@@ -116,7 +124,9 @@ class ServerConfig:
 
     host: str = _setting("127.0.0.1", "Address to listen on.")
     port: int = _setting(8000, "Port to listen on; 0 takes a free one.", low=0, high=65535)
-    api_key: tuple[str, ...] = _setting((), "Key(s) that clients must send as a bearer token; each key has its own cache.")
+    api_key: tuple[str, ...] = _setting(
+        (), "Key(s) that clients must send as a bearer token; each key has its own cache."
+    )
     metrics_prefix: str = _setting("tieredkv:", "Prefix of all metric names.")
     max_body_size: int = _setting(32 * 1024**2, "Largest request body; a larger one is answered with 413.", size=True)
     drain_timeout: float = _setting(30.0, "Seconds that running requests get to finish after SIGTERM.", low=0)
@@ -240,7 +250,16 @@ def _convert(kind: Any, value: Any, *, size: bool) -> Any:
     if size:
         return parse_size(value)
     if kind is bool:
-        words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+        words = {
+            "1": True,
+            "true": True,
+            "yes": True,
+            "on": True,
+            "0": False,
+            "false": False,
+            "no": False,
+            "off": False,
+        }
         if isinstance(value, bool):
             return value
         if isinstance(value, str) and value.lower() in words:

@@ -1,12 +1,12 @@
 """The exceptions that callers may catch.
 
-    TieredKVError
-    ├── ConfigError            a bad or unknown setting; names key, value and source
-    ├── UnsupportedModelError  a model that would be served wrongly; names the reason
-    ├── RequestError           the request cannot be honoured (HTTP 4xx); names the parameter
-    ├── CapacityError          no room now (HTTP 429 or 503); the same request may work later
-    ├── StorageError           a lower tier failed; the cache turns it into a miss
-    └── InvariantError         the program contradicts itself: a bug, never the caller's fault
+TieredKVError
+├── ConfigError            a bad or unknown setting; names key, value and source
+├── UnsupportedModelError  a model that would be served wrongly; names the reason
+├── RequestError           the request cannot be honoured (HTTP 4xx); names the parameter
+├── CapacityError          no room now (HTTP 429 or 503); the same request may work later
+├── StorageError           a lower tier failed; the cache turns it into a miss
+└── InvariantError         the program contradicts itself: a bug, never the caller's fault
 """
 
 from __future__ import annotations

@@ -43,13 +43,15 @@ class Sequence:
         "num_computed",
         "num_preemptions",
         "num_prompt_tokens",
+        "reported_admissions",
         "request",
         "root_hash",
         "sources",
         "status",
         "stop_reason",
         "token_ids",
-        "waiting_for_s",
+        "waiting_for",
+        "waiting_since_s",
     )
 
     def __init__(self, request: EngineRequest, root_hash: bytes) -> None:
@@ -64,13 +66,16 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.sources: TokenSources | None = None
         self.num_preemptions = 0
+        # How many of its admissions (one more than preemptions) the metrics have been told about.
+        self.reported_admissions = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
-        # When this sequence began to wait for another one that computes its next blocks (single flight).
-        self.waiting_for_s: float | None = None
+        # Single flight: the block that another sequence computes and this one wants to adopt, and since when.
+        self.waiting_for: bytes | None = None
+        self.waiting_since_s: float | None = None
 
     @property
     def request_id(self) -> str:

@@ -155,7 +155,8 @@ class EngineOutput:
     """What one step brought to one request.
 
     `new_token_ids` are in order; `logprobs` is parallel to them when the request asked for it. With `finish_reason` set
-    this is the request's last output, and `stop_reason` is the stop token's id when one of `stop_token_ids` ended it.
+    this is the request's last output; STOP means that the last token is an end-of-sequence or stop token, which belongs
+    to the count of tokens but not to the text, and `stop_reason` is its id when it is one of `stop_token_ids`.
     `sources` is the same object in every output of a request.
     """
 

@@ -1,0 +1,256 @@
+"""One step of the engine, and nothing else: synchronous, deterministic, the only place that orders the phases.
+
+    schedule -> lay out the batch -> run and sample -> commit full blocks -> append tokens -> finish -> outputs
+
+Knows no threads, no HTTP, no text. The runner is a Protocol, so that everything but the numbers is tested without a model.
+
+Invariants: a request gets exactly one output with a finish reason, and none after it; a sequence that is not in the
+scheduler owns no block; a step that fails ends its requests with an error, frees their blocks and leaves the core usable.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from tieredkv import hashing
+from tieredkv.batch import Batch, SampledToken, build_batch
+from tieredkv.blocks import BlockPool
+from tieredkv.cache import CacheManager, Cleared
+from tieredkv.config import Config
+from tieredkv.errors import InvariantError, RequestError
+from tieredkv.metrics import EngineMetrics
+from tieredkv.scheduler import Scheduler
+from tieredkv.sequence import ScheduledSequence, Sequence, SequenceStatus
+from tieredkv.types import EngineOutput, EngineRequest, FinishReason, TokenSources
+
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """What computes a batch. `execute` returns one token per entry of `batch.sampled`, in order."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    def execute(self, batch: Batch) -> list[SampledToken]: ...
+
+
+class EngineCore:
+    """The engine without a thread: `add` requests, call `step` until `has_work` is False. Not thread-safe.
+
+    `namespace` is the 32-byte digest that roots every hash chain; `max_model_len` the longest sequence in tokens.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: Config,
+        *,
+        namespace: bytes,
+        max_model_len: int,
+        vocab_size: int,
+        metrics: EngineMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.block_size = config.cache.block_size
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.metrics = metrics
+        self._runner = runner
+        self._clock = clock
+        self._namespace = namespace
+        self.pool = BlockPool(runner.num_blocks)
+        if self.pool.num_usable * self.block_size < max_model_len:
+            raise InvariantError(f"{self.pool.num_usable} blocks cannot hold one sequence of {max_model_len} tokens")
+        self.cache = CacheManager(self.pool, self.block_size, enable_prefix_caching=config.cache.enable_prefix_caching)
+        self.scheduler = Scheduler(self.cache, config.scheduler, clock)
+        self._sequences: dict[str, Sequence] = {}
+        self._outputs: list[EngineOutput] = []
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._outputs)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.waiting)
+
+    def check(self, request: EngineRequest) -> None:
+        """Raise `RequestError` if this request could never run here. Reads only constants, so any thread may call it."""
+        num_prompt = len(request.prompt_token_ids)
+        if num_prompt == 0:
+            raise RequestError("the prompt is empty", param="prompt")
+        if num_prompt + 1 > self.max_model_len:
+            raise RequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens, but the prompt has {num_prompt} "
+                "tokens and at least one must be left for the answer.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        wanted = request.sampling.max_tokens
+        if wanted is not None and num_prompt + wanted > self.max_model_len:
+            raise RequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens, but {num_prompt + wanted} were "
+                f"asked for: {num_prompt} in the prompt and {wanted} in the answer.",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= self.vocab_size:
+            raise RequestError(f"token ids must be in [0, {self.vocab_size})", param="prompt")
+        for name in ("logit_bias", "stop_token_ids"):
+            if any(not 0 <= t < self.vocab_size for t in getattr(request.sampling, name)):
+                raise RequestError(f"{name}: token ids must be in [0, {self.vocab_size})", param=name)
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises `RequestError` as `check` does, and for a request id that is in use."""
+        self.check(request)
+        if request.request_id in self._sequences:
+            raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        sequence = Sequence(request, hashing.root_hash(self._namespace, request.tenant))
+        self._sequences[request.request_id] = sequence
+        self.scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """End a request and free its blocks now; its last output comes with the next step. Unknown ids are ignored."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._finish(sequence, FinishReason.ABORT, [])
+
+    def step(self) -> list[EngineOutput]:
+        """Compute one batch; returns what is new for each request, also for those that were aborted since the last step."""
+        began_s = self._clock()
+        num_preempted, num_evicted = self.scheduler.num_preemptions, self.pool.num_evicted
+        parts: list[ScheduledSequence] = []
+        try:
+            parts = self.scheduler.schedule()
+            if parts:
+                self._report_admissions(parts)
+                self._compute(parts)
+        except Exception as error:
+            self._fail(parts, error)
+        if parts:
+            self.metrics.step(
+                self._clock() - began_s,
+                sum(part.num_new for part in parts),
+                self.scheduler.num_preemptions - num_preempted,
+                self.pool.num_evicted - num_evicted,
+            )
+        self._report_gauges()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def clear(self) -> Cleared:
+        """Forget every cached block that no request uses."""
+        return self.cache.clear()
+
+    def check_integrity(self) -> None:
+        """Recount blocks, owners and hashes. Raises `InvariantError`."""
+        self.cache.check_integrity(self.scheduler.running)
+        queued = list(self.scheduler)
+        if len({id(s) for s in queued}) != len(queued) or set(map(id, queued)) != set(
+            map(id, self._sequences.values())
+        ):
+            raise InvariantError("the queues and the table of requests disagree")
+        if any(len(s.block_ids) for s in self.scheduler.waiting):
+            raise InvariantError("a waiting sequence owns blocks")
+
+    def _compute(self, parts: list[ScheduledSequence]) -> None:
+        batch = build_batch(parts, self.block_size)
+        tokens = self._runner.execute(batch)
+        if len(tokens) != len(batch.sampled):
+            raise InvariantError(f"{len(tokens)} tokens for {len(batch.sampled)} sequences")
+        for part in parts:
+            part.sequence.num_computed = part.end
+            self.cache.commit(part.sequence)
+        now_s = self._clock()
+        for part, token in zip(batch.sampled, tokens, strict=True):
+            self._append(part.sequence, token, now_s)
+
+    def _append(self, sequence: Sequence, token: SampledToken, now_s: float) -> None:
+        request = sequence.request
+        sequence.token_ids.append(token.token_id)
+        if sequence.first_token_s is None or sequence.last_token_s is None:
+            sequence.first_token_s = now_s
+            admitted_s = sequence.first_scheduled_s if sequence.first_scheduled_s is not None else now_s
+            self.metrics.first_token(now_s - request.arrival_s, now_s - admitted_s)
+        else:
+            self.metrics.next_token(now_s - sequence.last_token_s)
+        sequence.last_token_s = now_s
+        reason = self._finish_reason(sequence, token.token_id)
+        logprobs = None if token.logprob is None else [token.logprob]
+        if reason is None:
+            self._outputs.append(
+                EngineOutput(sequence.request_id, [token.token_id], _sources(sequence), logprobs=logprobs)
+            )
+        else:
+            self._finish(sequence, reason, [token.token_id])
+            self._outputs[-1].logprobs = logprobs
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        sampling = sequence.sampling
+        if sequence.num_output_tokens >= sampling.min_tokens:
+            if token_id in sequence.request.eos_token_ids and not sampling.ignore_eos:
+                return FinishReason.STOP
+            if token_id in sampling.stop_token_ids:
+                sequence.stop_reason = token_id
+                return FinishReason.STOP
+        limit = sampling.max_tokens
+        if (limit is not None and sequence.num_output_tokens >= limit) or sequence.num_tokens >= self.max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, new_token_ids: list[int], error: str | None = None
+    ) -> None:
+        done = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        self.scheduler.remove(sequence, SequenceStatus.FINISHED if done else SequenceStatus.ABORTED)
+        del self._sequences[sequence.request_id]
+        now_s = self._clock()
+        decode_s = now_s - sequence.first_token_s if sequence.first_token_s is not None else 0.0
+        self.metrics.finished(reason, sequence.num_output_tokens, now_s - sequence.request.arrival_s, decode_s)
+        self._outputs.append(
+            EngineOutput(
+                sequence.request_id,
+                new_token_ids,
+                _sources(sequence),
+                finish_reason=reason,
+                stop_reason=sequence.stop_reason,
+                error=error,
+            )
+        )
+
+    def _fail(self, parts: list[ScheduledSequence], error: Exception) -> None:
+        """End the requests of a step that raised. Without parts, scheduling itself failed: end all of them."""
+        logger.exception("a step of the engine failed", exc_info=error)
+        self.metrics.failed_step()
+        victims = [part.sequence for part in parts] or list(self._sequences.values())
+        for sequence in victims:
+            if not sequence.is_finished:
+                self._finish(sequence, FinishReason.ERROR, [], error=f"{type(error).__name__}: {error}")
+
+    def _report_admissions(self, parts: list[ScheduledSequence]) -> None:
+        for part in parts:
+            sequence = part.sequence
+            if sequence.reported_admissions == sequence.num_preemptions:
+                sequence.reported_admissions += 1
+                if sequence.num_preemptions == 0:
+                    self.metrics.admitted(_sources(sequence), self._clock() - sequence.request.arrival_s)
+                else:
+                    self.metrics.readmitted(sequence.num_tokens - part.start)
+
+    def _report_gauges(self) -> None:
+        used = self.pool.num_usable - self.pool.num_free
+        self.metrics.gauges(
+            len(self.scheduler.running),
+            len(self.scheduler.waiting),
+            used / self.pool.num_usable,
+            self.pool.num_committed,
+        )
+
+
+def _sources(sequence: Sequence) -> TokenSources:
+    """Where the prompt came from; all zero for a request that was never admitted."""
+    return sequence.sources if sequence.sources is not None else TokenSources()

@@ -1,0 +1,310 @@
+"""The engine thread, and how the asyncio side talks to it.
+
+    asyncio loop                          engine thread
+    submit, abort, call  -- inbox -->     EngineCore (blocks, cache, scheduler, model)
+    OutputStream  <-- one call_soon_threadsafe per step --
+
+The thread owns everything that computes; it takes no lock, and nobody else touches the core. The loop owns the streams.
+
+Invariants: a stream ends with exactly one output that has a finish reason, whatever happens to the thread; `health`
+tells when the thread is dead; nothing is submitted once draining has begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from tieredkv.config import Config
+from tieredkv.core import EngineCore
+from tieredkv.errors import CapacityError, ConfigError, RequestError, TieredKVError
+from tieredkv.metrics import EngineMetrics
+from tieredkv.types import EngineOutput, EngineRequest, FinishReason, SamplingParams, TokenSources
+
+if TYPE_CHECKING:
+    from tieredkv.layout import KVLayout
+    from tieredkv.model_runner import ModelRunner
+    from tieredkv.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Progress = Callable[[str, float], None]
+
+
+def fan_out(request_id: str, sampling: SamplingParams) -> list[tuple[str, SamplingParams]]:
+    """The `n` sequences of a request, as (request id, parameters): one each, with seeds `seed`, `seed + 1`, ..."""
+    if sampling.n == 1:
+        return [(request_id, sampling)]
+    seeds = [None if sampling.seed is None else (sampling.seed + i) % 2**63 for i in range(sampling.n)]
+    return [(f"{request_id}-{i}", sampling.replace(n=1, seed=seed)) for i, seed in enumerate(seeds)]
+
+
+def load_runner(config: Config, progress: Progress | None = None) -> ModelRunner:
+    """Load the model and size the pool. Raises `ConfigError` or `UnsupportedModelError`; takes seconds."""
+    from tieredkv.model_runner import ModelRunner
+    from tieredkv.models import load_model
+
+    return ModelRunner(load_model(config.model, config.cache.block_size, progress), config)
+
+
+def build_core(runner: ModelRunner, config: Config) -> EngineCore:
+    """The core for a loaded model: the longest sequence is what model, settings and pool allow together.
+
+    Raises `ConfigError` when `max_model_len` was asked for and does not fit.
+    """
+    loaded = runner.loaded
+    fits = (runner.num_blocks - 1) * config.cache.block_size
+    wanted = config.model.max_model_len
+    if wanted is not None and wanted > loaded.max_model_len:
+        raise ConfigError(
+            f"the model was made for at most {loaded.max_model_len} tokens, got {wanted}", key="max_model_len"
+        )
+    if wanted is not None and wanted > fits:
+        raise ConfigError(
+            f"the pool of {runner.num_blocks} blocks holds {fits} tokens, fewer than the {wanted} asked for; "
+            "give it more memory (--kv-cache-memory) or ask for less",
+            key="max_model_len",
+        )
+    metrics = EngineMetrics(served_model_name(config, loaded.name), config.server.metrics_prefix)
+    metrics.describe(
+        block_size=config.cache.block_size,
+        cache_dtype=loaded.layout.dtype,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        gpu_memory_utilization=config.cache.gpu_memory_utilization,
+        num_gpu_blocks=runner.num_blocks,
+        block_nbytes=loaded.layout.block_nbytes,
+    )
+    return EngineCore(
+        runner,
+        config,
+        namespace=loaded.namespace.digest,
+        max_model_len=min(loaded.max_model_len, fits, wanted or loaded.max_model_len),
+        vocab_size=loaded.vocab_size,
+        metrics=metrics,
+    )
+
+
+def served_model_name(config: Config, loaded_name: str) -> str:
+    return config.model.served_model_name[0] if config.model.served_model_name else loaded_name
+
+
+class OutputStream:
+    """The outputs of one request, as an async iterator that ends after the one with a finish reason. Belongs to the loop
+    that submitted the request.
+    """
+
+    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop, abort: Callable[[str], None]) -> None:
+        self.request_id = request_id
+        self.loop = loop
+        self.finished = False
+        self._abort = abort
+        self._queue: asyncio.Queue[EngineOutput] = asyncio.Queue()
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> EngineOutput:
+        if self.finished and self._queue.empty():
+            raise StopAsyncIteration
+        return await self._queue.get()
+
+    def put(self, output: EngineOutput) -> None:
+        if not self.finished:
+            self.finished = output.finish_reason is not None
+            self._queue.put_nowait(output)
+
+    def abort(self) -> None:
+        """Tell the engine to stop; the last output still arrives. Harmless when the request has ended."""
+        if not self.finished:
+            self._abort(self.request_id)
+
+
+class Engine:
+    """A core in a thread of its own. Make it with `Engine.load`, then `start`; `close` ends the thread."""
+
+    def __init__(self, core: EngineCore, runner: ModelRunner, config: Config) -> None:
+        loaded = runner.loaded
+        self.config = config
+        self.tokenizer: Tokenizer = loaded.tokenizer
+        self.model_name = served_model_name(config, loaded.name)
+        self.max_model_len = core.max_model_len
+        self.vocab_size = loaded.vocab_size
+        self.eos_token_ids = loaded.eos_token_ids
+        self.num_blocks = runner.num_blocks
+        self.layout: KVLayout = loaded.layout
+        self.dtype = loaded.layout.dtype
+        self.device = str(loaded.device)
+        self.metrics = core.metrics
+        self._core = core
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, OutputStream] = {}
+        # Submitted requests that have had no output yet; a bound on it is the bound on the queue.
+        self._silent: set[str] = set()
+        self._draining = False
+        self._dead: str | None = None
+        self._thread = threading.Thread(target=self._run, name="tieredkv-engine", daemon=True)
+
+    @classmethod
+    def load(cls, config: Config, progress: Progress | None = None) -> Engine:
+        """Load the model and make its engine, not yet started. Raises `ConfigError` or `UnsupportedModelError`."""
+        runner = load_runner(config, progress)
+        return cls(build_core(runner, config), runner, config)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def check(self, request: EngineRequest) -> None:
+        """Raise `RequestError` if this request could never run."""
+        self._core.check(request)
+
+    def submit(self, request: EngineRequest) -> OutputStream:
+        """Queue a request; to be called from a running asyncio loop.
+
+        Raises `RequestError` for what can never run, `CapacityError` with status 429 when the queue is full and 503 while
+        draining or dead.
+        """
+        if self._dead is not None:
+            raise CapacityError(f"the engine has stopped: {self._dead}", status=503, retry_after_s=30)
+        if self._draining:
+            raise CapacityError("the server is shutting down", status=503, retry_after_s=10)
+        self.check(request)
+        if request.request_id in self._streams:
+            raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        if len(self._silent) >= self.config.scheduler.max_queue_size + self.config.scheduler.max_num_seqs:
+            raise CapacityError(f"{len(self._silent)} requests are waiting already; try again later")
+        if not request.arrival_s:
+            request = replace(request, arrival_s=time.monotonic())
+        stream = OutputStream(request.request_id, asyncio.get_running_loop(), self.abort)
+        self._streams[request.request_id] = stream
+        self._silent.add(request.request_id)
+        self._inbox.put(lambda: self._core.add(request))
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request, from any thread. Its stream gets a last output with reason ABORT; unknown ids are ignored."""
+        self._inbox.put(lambda: self._core.abort(request_id))
+
+    def call(self, function: Callable[[EngineCore], T]) -> Future[T]:
+        """Run `function` on the engine thread between two steps; the future has its result or exception."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(self._core))
+                except Exception as error:
+                    future.set_exception(error)
+
+        if self._dead is not None:
+            future.set_exception(CapacityError(f"the engine has stopped: {self._dead}", status=503))
+        else:
+            self._inbox.put(run)
+        return future
+
+    def begin_drain(self) -> None:
+        """Accept nothing more; what was submitted goes on."""
+        self._draining = True
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._streams)
+
+    async def wait_drained(self, timeout_s: float) -> bool:
+        """Wait until every submitted request has ended; False when `timeout_s` seconds were not enough."""
+        deadline = time.monotonic() + timeout_s
+        while self._streams:
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(0.01)
+        return True
+
+    def abort_all(self) -> None:
+        for request_id in list(self._streams):
+            self.abort(request_id)
+
+    def health(self) -> str | None:
+        """None while all is well, else the reason why not."""
+        if self._dead is not None:
+            return f"the engine has stopped: {self._dead}"
+        if self._thread.ident is None:
+            return "the engine has not been started"
+        return None if self._thread.is_alive() else "the engine thread has ended"
+
+    def close(self) -> None:
+        """Stop the thread after its current step. Requests that still run end with an error."""
+        self._draining = True
+        if self._thread.is_alive():
+            self._inbox.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._drain_inbox():
+                if self._core.has_work:
+                    self._publish(self._core.step())
+            self._dead = self._dead or "closed"
+        except BaseException as error:
+            logger.exception("the engine thread died")
+            self._dead = f"{type(error).__name__}: {error}"
+        finally:
+            self._fail_streams()
+
+    def _drain_inbox(self) -> bool:
+        """Run what came in; without work, sleep until something does. False when the engine is to stop."""
+        block = not self._core.has_work
+        while True:
+            try:
+                command = self._inbox.get(block=block)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            block = False
+            try:
+                command()
+            except TieredKVError:
+                logger.exception("a command to the engine was refused")
+
+    def _publish(self, outputs: list[EngineOutput]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[EngineOutput]] = {}
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                by_loop.setdefault(stream.loop, []).append(output)
+        for loop, batch in by_loop.items():
+            # A loop that has closed took its streams along: nobody listens.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._deliver, batch)
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        """On the loop: hand each output to its stream."""
+        for output in outputs:
+            self._silent.discard(output.request_id)
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.put(output)
+                if stream.finished:
+                    del self._streams[output.request_id]
+
+    def _fail_streams(self) -> None:
+        """The thread has ended: answer what came too late, and end every stream with an error."""
+        with contextlib.suppress(queue.Empty):
+            while (command := self._inbox.get_nowait()) is not None:
+                with contextlib.suppress(Exception):
+                    command()
+        reason = f"the engine has stopped: {self._dead}"
+        self._publish(
+            [
+                EngineOutput(request_id, [], TokenSources(), finish_reason=FinishReason.ERROR, error=reason)
+                for request_id in list(self._streams)
+            ]
+        )
