@@ -76,12 +76,14 @@ def build_core(runner: ModelRunner, config: Config) -> EngineCore:
         )
     metrics = EngineMetrics(served_model_name(config, loaded.name), config.server.metrics_prefix)
     metrics.describe(
-        block_size=config.cache.block_size,
-        cache_dtype=loaded.layout.dtype,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
-        gpu_memory_utilization=config.cache.gpu_memory_utilization,
-        num_gpu_blocks=runner.num_blocks,
-        block_nbytes=loaded.layout.block_nbytes,
+        {
+            "block_size": config.cache.block_size,
+            "cache_dtype": loaded.layout.dtype,
+            "enable_prefix_caching": config.cache.enable_prefix_caching,
+            "gpu_memory_utilization": config.cache.gpu_memory_utilization,
+            "num_gpu_blocks": runner.num_blocks,
+            "block_nbytes": loaded.layout.block_nbytes,
+        }
     )
     return EngineCore(
         runner,

