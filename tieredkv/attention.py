@@ -1,0 +1,128 @@
+"""Attention for transformers' models over the block pool, and what a step prepares for it.
+
+`register()` makes "tieredkv" an attention implementation of transformers. A model loaded with it computes queries, keys
+and values itself and calls `paged_attention`, which stores the new keys and values in the pool and attends over the
+blocks of each sequence. The step's `KVBatch` travels through the model as the keyword `kv_batch`.
+
+Knows nothing of requests, of who owns a block, or of how a model is built. Invariants: everything that depends on the
+step alone is computed once, in `KVBatch`, never per layer; a feature that this attention does not compute is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface
+
+from tieredkv.batch import Batch
+from tieredkv.errors import InvariantError, UnsupportedModelError
+from tieredkv.kernels import reference
+from tieredkv.pool import KVPool
+
+NAME = "tieredkv"
+# Keyword -> what it means; each changes the result, so a value that is not None (or 0) must not be ignored.
+_REFUSED = {"sliding_window": "sliding-window attention", "softcap": "soft-capped scores", "s_aux": "attention sinks"}
+
+
+class KVBatch:
+    """One step's view of the pool: where new keys and values go, and which blocks each sequence reads.
+
+    Rows of q, k, v are the step's tokens in the order of `Batch`: decodes first, then prefills.
+    """
+
+    def __init__(self, batch: Batch, pool: KVPool) -> None:
+        layout = pool.layout
+        self.pool = pool
+        self.num_decodes = num_decodes = batch.num_decodes
+        self._writes = reference.plan_write(batch.slots, layout.num_layers, layout.block_size, pool.device)
+        self._decodes = reference.plan_decode(
+            batch.block_tables[:num_decodes],
+            batch.context_lens[:num_decodes],
+            layout.num_layers,
+            layout.block_size,
+            pool.dtype,
+            pool.device,
+        )
+        starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
+        self._prefills = [
+            reference.plan_prefill(
+                batch.block_tables[s],
+                starts[s],
+                starts[s + 1],
+                lens[s],
+                layout.num_layers,
+                layout.block_size,
+                pool.device,
+            )
+            for s in range(num_decodes, batch.num_sequences)
+        ]
+        pool.clear_blocks(_opened_blocks(batch, layout.block_size))
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store the keys and values of the step's tokens; k, v [T, kv_heads, head_dim]."""
+        reference.write_planned(self.pool.rows, layer, self._writes, k, v)
+
+    def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attention of the step's tokens, whose keys and values are written; q [T, heads, head_dim], same shape back."""
+        halves, kv_heads = self.pool.halves, self.pool.layout.num_kv_heads
+        if not self._prefills:
+            return reference.decode_groups(q, halves, layer, self._decodes, kv_heads, scale)
+        if not self.num_decodes and len(self._prefills) == 1:
+            return reference.prefill_planned(q, halves, layer, self._prefills[0], kv_heads, scale)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if self.num_decodes:
+            out[: self.num_decodes] = reference.decode_groups(
+                q[: self.num_decodes], halves, layer, self._decodes, kv_heads, scale
+            )
+        for plan in self._prefills:
+            part = slice(plan.low, plan.high)
+            out[part] = reference.prefill_planned(q[part], halves, layer, plan, kv_heads, scale)
+        return out
+
+
+def _opened_blocks(batch: Batch, block_size: int) -> list[int]:
+    """Blocks whose first slot is written in this step and whose last is not: the rest may hold a former owner's numbers."""
+    last = (batch.context_lens - 1) // block_size
+    starts = batch.context_lens - np.diff(batch.query_starts)
+    opened = (batch.context_lens % block_size != 0) & (last * block_size >= starts)
+    block_ids: list[int] = batch.block_tables[np.flatnonzero(opened), last[opened]].tolist()
+    return block_ids
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    kv_batch: KVBatch | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention call: query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim] after RoPE.
+
+    Returns ([1, T, heads, head_dim], None). Raises `InvariantError` when the step's `kv_batch` did not arrive, and
+    `UnsupportedModelError` for a feature that would change the result.
+    """
+    if kv_batch is None:
+        raise InvariantError("attention was called without kv_batch: the model does not pass unknown keywords on")
+    for name, meaning in _REFUSED.items():
+        if kwargs.get(name) not in (None, 0):
+            raise UnsupportedModelError(f"the model uses {meaning} ({name}), which this attention does not compute")
+    if attention_mask is not None:
+        raise UnsupportedModelError(
+            "the model brings an attention mask of its own, which this attention does not apply"
+        )
+    layer = module.layer_idx
+    if not isinstance(layer, int):
+        raise InvariantError(f"attention module without a layer index: {type(module).__name__}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    kv_batch.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    return kv_batch.attend(layer, query[0].transpose(0, 1), scale).unsqueeze(0), None
+
+
+def register() -> None:
+    """Make "tieredkv" known to transformers; harmless when called again."""
+    AttentionInterface.register(NAME, paged_attention)

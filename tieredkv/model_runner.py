@@ -1,0 +1,180 @@
+"""Runs batches: sizes and owns the pool, drives the model from outside, samples.
+
+The model is a transformers module that attends through `attention.paged_attention`; all new tokens of all sequences go
+through it as one row. Knows nothing of which block holds what, of waiting requests, or of tiers.
+
+Invariants: `execute` computes logits only where a token is sampled and returns one `SampledToken` per entry of
+`batch.sampled`, in its order; a model whose logits differ from stock transformers never gets past `self_check`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import torch
+
+from tieredkv import attention, models
+from tieredkv.batch import Batch, SampledToken, build_batch
+from tieredkv.config import Config, format_size
+from tieredkv.errors import ConfigError, UnsupportedModelError
+from tieredkv.models import LoadedModel
+from tieredkv.pool import KVPool
+from tieredkv.runtime import free_memory_nbytes
+from tieredkv.sampler import Sampler
+from tieredkv.sequence import ScheduledSequence, Sequence
+from tieredkv.types import EngineRequest, SamplingParams
+
+_CPU_POOL_MOST_NBYTES = 4 * 1024**3
+_CHECK_TOKENS = 40
+# Two sequences side by side: prefill beside prefill, decode beside prefill, decode beside decode.
+_CHECK_PARTS = [(21, 1, 1, 17), (17, 19, 1, 3)]
+# Largest difference of logits from stock transformers, as a share of the largest stock logit.
+_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
+
+
+class ModelRunner:
+    """One loaded model with its block pool. Used by one thread."""
+
+    def __init__(self, loaded: LoadedModel, config: Config) -> None:
+        """Raises `ConfigError` when the pool would not hold even one block for a sequence."""
+        attention.register()
+        self.loaded = loaded
+        self.layout = loaded.layout
+        self.device = loaded.device
+        self._check_ids = _check_prompt(loaded.vocab_size)
+        self._check_logits = models.stock_logits(loaded.model, self._check_ids)
+        self.num_blocks = plan_num_blocks(loaded, config)
+        self.pool = KVPool(loaded.layout, self.num_blocks, loaded.device, loaded.dtype)
+        self._sampler = Sampler()
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> list[SampledToken]:
+        """Compute the batch's tokens into the pool and sample where a sequence reaches its end."""
+        logits = self.logits(batch)
+        if not batch.sampled:
+            return []
+        return self._sampler.sample(logits, [part.sequence for part in batch.sampled])
+
+    @torch.inference_mode()
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """Run the batch; [N, vocabulary], one row per entry of `batch.sampled`."""
+        return _forward(self.loaded, batch, self.pool)
+
+    def warm_up(self) -> None:
+        """Run once what the first request would otherwise wait for."""
+        self._replay([_CHECK_PARTS[0]])
+
+    def self_check(self) -> None:
+        """Compare logits of the whole path (prefill in parts, decode, both mixed) with stock transformers'.
+
+        Raises `UnsupportedModelError` with the deviation when it is larger than rounding explains.
+        """
+        deviation = self._replay(_CHECK_PARTS)
+        tolerance = _CHECK_TOLERANCE[self.loaded.dtype]
+        if not deviation <= tolerance:
+            raise UnsupportedModelError(
+                f"{self.loaded.name}: logits differ from stock transformers by {deviation:.2g} of the largest logit, "
+                f"more than {tolerance:g}: this model would be served wrongly"
+            )
+
+    @torch.inference_mode()
+    def _replay(self, all_parts: Seq[tuple[int, ...]]) -> float:
+        """Compute the check prompt once per entry of `all_parts`, step by step in the same batches, in a pool of its own.
+
+        Returns the largest deviation from the stock logits, as a share of the largest stock logit.
+        """
+        block_size = self.layout.block_size
+        num_blocks = -(-_CHECK_TOKENS // block_size)
+        pool = KVPool(self.layout, 1 + num_blocks * len(all_parts), self.device, self.loaded.dtype)
+        sequences = [Sequence(EngineRequest("check", self._check_ids, SamplingParams()), b"") for _ in all_parts]
+        for i, sequence in enumerate(sequences):
+            sequence.block_ids = array("i", range(1 + i * num_blocks, 1 + (i + 1) * num_blocks))
+        expected = self._check_logits.float()
+        worst = 0.0
+        for step in range(max(map(len, all_parts))):
+            scheduled = []
+            for sequence, parts in zip(sequences, all_parts, strict=True):
+                if step < len(parts):
+                    start = sum(parts[:step])
+                    sequence.token_ids = self._check_ids[: start + parts[step]]
+                    scheduled.append(ScheduledSequence(sequence, start, parts[step]))
+            scheduled.sort(key=lambda part: part.num_new != 1)
+            ours = _forward(self.loaded, build_batch(scheduled, block_size), pool).float()
+            rows = torch.tensor([part.end - 1 for part in scheduled], device=self.device)
+            worst = max(worst, (ours - expected[rows]).abs().max().item())
+        return worst / max(expected.abs().max().item(), 1e-9)
+
+
+def _forward(loaded: LoadedModel, batch: Batch, pool: KVPool) -> torch.Tensor:
+    """One pass of the model over `batch`, with keys and values in `pool`; [N, vocabulary]."""
+    device = loaded.device
+    model: Any = loaded.model
+    output = model(
+        input_ids=torch.from_numpy(batch.token_ids).to(device)[None],
+        position_ids=torch.from_numpy(batch.positions).to(device)[None],
+        use_cache=False,
+        logits_to_keep=torch.from_numpy(batch.logits_indices).to(device),
+        kv_batch=attention.KVBatch(batch, pool),
+    )
+    logits: torch.Tensor = output.logits[0]
+    return logits
+
+
+def _check_prompt(vocab_size: int) -> list[int]:
+    """A fixed pseudo-random prompt of `_CHECK_TOKENS` ids."""
+    ids: list[int] = np.random.default_rng(0).integers(0, vocab_size, _CHECK_TOKENS).tolist()
+    return ids
+
+
+def plan_num_blocks(loaded: LoadedModel, config: Config) -> int:
+    """How many blocks the pool gets, the null block included. Raises `ConfigError` when not one usable block fits."""
+    cache = config.cache
+    if cache.num_gpu_blocks_override is not None:
+        return cache.num_gpu_blocks_override
+    block_nbytes = loaded.layout.block_nbytes
+    if cache.kv_cache_memory is not None:
+        room, key = cache.kv_cache_memory, "kv_cache_memory"
+        num_blocks = room // block_nbytes
+    else:
+        room = _room_nbytes(loaded, config)
+        key = "gpu_memory_utilization" if loaded.device.type == "cuda" else "kv_cache_memory"
+        most_useful = 1 + config.scheduler.max_num_seqs * -(-loaded.max_model_len // cache.block_size)
+        num_blocks = min(room // block_nbytes, most_useful)
+    if num_blocks < 2:
+        raise ConfigError(
+            f"{format_size(room)} for the block pool is less than two blocks of {format_size(block_nbytes)}", key=key
+        )
+    return num_blocks
+
+
+def _room_nbytes(loaded: LoadedModel, config: Config) -> int:
+    """Bytes that the pool may take where the user named no size."""
+    if loaded.device.type != "cuda":
+        return min(free_memory_nbytes() // 4, _CPU_POOL_MOST_NBYTES)
+    free, total = torch.cuda.mem_get_info(loaded.device)
+    used = total - free
+    return int(total * config.cache.gpu_memory_utilization) - used - _activation_nbytes(loaded, config)
+
+
+@torch.inference_mode()
+def _activation_nbytes(loaded: LoadedModel, config: Config) -> int:
+    """Peak bytes that the largest step takes beside weights and pool, found by running one on the GPU."""
+    longest = min(config.scheduler.max_num_batched_tokens, loaded.max_model_len)
+    num_blocks = -(-longest // loaded.layout.block_size)
+    pool = KVPool(loaded.layout, 1 + num_blocks, loaded.device, loaded.dtype)
+    scheduled = []
+    for start in range(0, config.scheduler.max_num_batched_tokens, longest):
+        num_new = min(longest, config.scheduler.max_num_batched_tokens - start)
+        sequence = Sequence(EngineRequest("profile", [0] * num_new, SamplingParams()), b"")
+        sequence.block_ids = array("i", range(1, 1 + num_blocks))
+        scheduled.append(ScheduledSequence(sequence, 0, num_new))
+    scheduled.sort(key=lambda part: part.num_new != 1)
+    torch.cuda.synchronize(loaded.device)
+    torch.cuda.reset_peak_memory_stats(loaded.device)
+    before = torch.cuda.memory_allocated(loaded.device)
+    _forward(loaded, build_batch(scheduled, loaded.layout.block_size), pool)
+    torch.cuda.synchronize(loaded.device)
+    return torch.cuda.max_memory_allocated(loaded.device) - before + pool.nbytes
