@@ -1,0 +1,82 @@
+"""The outermost layer of the server: request ids, API keys, and the last resort for unforeseen exceptions.
+
+Plain ASGI, so that it costs a streamed token next to nothing. Knows no endpoint except those that need no key.
+Invariants: no request reaches a handler without a valid key when keys are configured; every answer carries
+`x-request-id`; no exception of a handler reaches the HTTP server.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import uuid
+from collections.abc import Sequence
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tieredkv.errors import RequestError
+from tieredkv.server.errors import error_response, log
+
+OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+def match_key(keys: Sequence[bytes], given: bytes) -> int | None:
+    """Index of the key that equals `given`, or None. Takes the same time whichever key matches, or none."""
+    found = None
+    for index, key in enumerate(keys):
+        if hmac.compare_digest(key, given):
+            found = index
+    return found
+
+
+class Gate:
+    """Wraps the application. `scope["state"]` gets `request_id` and `api_key` (None without configured keys)."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str] = ()) -> None:
+        self._app = app
+        self._texts = list(api_keys)
+        self._keys = [key.encode("utf-8") for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name: value for name, value in scope["headers"] if name in (b"authorization", b"x-request-id")}
+        request_id = headers.get(b"x-request-id", b"")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex.encode()
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id.decode("ascii")
+        state["api_key"] = None
+        if self._keys and scope["path"] not in OPEN_PATHS:
+            found = match_key(self._keys, _bearer(headers.get(b"authorization", b"")))
+            if found is None:
+                refusal = error_response(RequestError("Missing or wrong API key.", status=401, code="invalid_api_key"))
+                refusal.headers["www-authenticate"] = "Bearer"
+                await refusal(scope, receive, send_with_id)
+                return
+            state["api_key"] = self._texts[found]
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            log.exception("%s %s failed (request %s)", scope["method"], scope["path"], state["request_id"])
+            if not started:
+                await error_response(error)(scope, receive, send_with_id)
+
+
+def _bearer(header: bytes) -> bytes:
+    scheme, _, key = header.partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
