@@ -189,6 +189,9 @@ class Engine:
         self._streams[request.request_id] = stream
         self._silent.add(request.request_id)
         self._inbox.put(lambda: self._core.add(request))
+        if self._dead is not None:
+            # The thread died in between and may have missed this stream when it ended all others.
+            self._deliver([self._last_words(request.request_id)])
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -303,10 +306,13 @@ class Engine:
             while (command := self._inbox.get_nowait()) is not None:
                 with contextlib.suppress(Exception):
                     command()
-        reason = f"the engine has stopped: {self._dead}"
-        self._publish(
-            [
-                EngineOutput(request_id, [], TokenSources(), finish_reason=FinishReason.ERROR, error=reason)
-                for request_id in list(self._streams)
-            ]
+        self._publish([self._last_words(request_id) for request_id in list(self._streams)])
+
+    def _last_words(self, request_id: str) -> EngineOutput:
+        return EngineOutput(
+            request_id,
+            [],
+            TokenSources(),
+            finish_reason=FinishReason.ERROR,
+            error=f"the engine has stopped: {self._dead}",
         )
