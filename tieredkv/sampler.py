@@ -1,0 +1,225 @@
+"""From logits to the next token of each sequence. Knows no model and no pool.
+
+The steps and their order are vLLM's: log-probabilities from the raw logits; logit bias and min_tokens; penalties;
+temperature; min-p; top-k; top-p; draw. Invariants: a drawn token depends on the request's seed, its own logits and its
+output position only, never on what else is in the batch or on a preemption; tokens of equal logit rank by their id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from tieredkv.batch import SampledToken
+from tieredkv.sequence import Sequence
+from tieredkv.types import TokenLogprob
+
+# Top-p alone looks at this many tokens first and sorts the vocabulary only where they do not hold enough mass.
+_NUCLEUS_WIDTH = 256
+_UNIFORM_BITS = 53
+
+
+class Sampler:
+    """Chooses tokens. `default_seed` seeds requests that send none, together with their id; None: a random process seed."""
+
+    def __init__(self, default_seed: int | None = None) -> None:
+        self._base = os.urandom(16) if default_seed is None else default_seed.to_bytes(16, "little", signed=True)
+
+    def sample(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> list[SampledToken]:
+        """The next token of each of N sequences; logits [N, vocab] in any float type, left as they are."""
+        if all(_is_plain_greedy(s) and s.sampling.logprobs is None for s in sequences):
+            return [SampledToken(token_id) for token_id in logits.argmax(-1).tolist()]
+        token_ids = self._choose(logits, sequences)
+        logprobs = _logprobs(logits, sequences, token_ids)
+        return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
+
+    def _choose(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> list[int]:
+        chosen = [0] * len(sequences)
+        plain = [row for row, s in enumerate(sequences) if _is_plain_greedy(s)]
+        if plain:
+            _assign(chosen, plain, _rows(logits, plain).argmax(-1))
+        edited = [row for row, s in enumerate(sequences) if not _is_plain_greedy(s)]
+        if not edited:
+            return chosen
+        work = _rows(logits, edited).float()
+        if work.data_ptr() == logits.data_ptr():
+            work = work.clone()
+        for scores, row in zip(work, edited, strict=True):
+            _edit(scores, sequences[row])
+        greedy = [i for i, row in enumerate(edited) if sequences[row].sampling.greedy]
+        if greedy:
+            _assign(chosen, [edited[i] for i in greedy], _rows(work, greedy).argmax(-1))
+        drawn = [i for i, row in enumerate(edited) if not sequences[row].sampling.greedy]
+        if drawn:
+            rows = [edited[i] for i in drawn]
+            self._draw_all(_rows(work, drawn), [sequences[row] for row in rows], rows, chosen)
+        return chosen
+
+    def _draw_all(self, scores: torch.Tensor, sequences: Seq[Sequence], rows: list[int], chosen: list[int]) -> None:
+        """Draw for all rows of `scores` [R, vocab], grouped by how many of the best tokens have to be sorted."""
+        vocab_size = scores.shape[1]
+        params = [s.sampling for s in sequences]
+
+        def column(values: list[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=scores.device)[:, None]
+
+        scores = (scores - scores.amax(-1, keepdim=True)) / column([p.temperature for p in params])
+        if any(p.min_p > 0.0 for p in params):
+            floor = column([p.min_p for p in params]).log()
+            scores = scores.masked_fill(scores < floor, -torch.inf)
+        uniforms = column([self._uniform(s) for s in sequences], torch.float64)
+        top_p = column([p.top_p for p in params], torch.float64)
+        top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+        groups: dict[int, list[int]] = {}
+        for i, p in enumerate(params):
+            groups.setdefault(_sorted_width(top_k[i], p.top_p, vocab_size), []).append(i)
+        for width, members in groups.items():
+            part, u = _rows(scores, members), _rows(uniforms, members)
+            if width == 0:
+                tokens = _draw(part.exp().double(), u)
+            else:
+                limits = torch.tensor([top_k[i] for i in members], device=scores.device)[:, None]
+                tokens = _draw_from_best(part, limits, _rows(top_p, members), u, width)
+            _assign(chosen, [rows[i] for i in members], tokens)
+
+    def _uniform(self, sequence: Sequence) -> float:
+        """The number in [0, 1) that decides this sequence's next token: a hash of its seed and its output position."""
+        seed = sequence.sampling.seed
+        state = hashlib.blake2b(digest_size=8, person=b"tkv.sample.1")
+        if seed is None:
+            request_id = sequence.request_id.encode("utf-8", "surrogatepass")
+            state.update(b"r" + self._base + len(request_id).to_bytes(8, "little") + request_id)
+        else:
+            state.update(b"s" + seed.to_bytes(16, "little", signed=True))
+        state.update(sequence.num_output_tokens.to_bytes(8, "little"))
+        return (int.from_bytes(state.digest(), "little") >> (64 - _UNIFORM_BITS)) * 2.0**-_UNIFORM_BITS
+
+
+def _is_plain_greedy(sequence: Sequence) -> bool:
+    """Whether the token is the largest raw logit."""
+    params = sequence.sampling
+    return (
+        params.greedy
+        and not params.needs_penalties
+        and not params.logit_bias
+        and sequence.num_output_tokens >= params.min_tokens
+    )
+
+
+def _rows(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Some rows, in order; the tensor itself when that is all of them."""
+    if len(rows) == tensor.shape[0]:
+        return tensor
+    return tensor.index_select(0, torch.tensor(rows, device=tensor.device))
+
+
+def _assign(chosen: list[int], rows: list[int], tokens: torch.Tensor) -> None:
+    for row, token_id in zip(rows, tokens.tolist(), strict=True):
+        chosen[row] = token_id
+
+
+def _edit(scores: torch.Tensor, sequence: Sequence) -> None:
+    """Bias, minimum length and penalties, in place; scores [vocab] float32. Ids outside the vocabulary are passed over."""
+    params, vocab_size = sequence.sampling, scores.shape[0]
+    if bias := {i: value for i, value in params.logit_bias.items() if 0 <= i < vocab_size}:
+        scores[list(bias)] += torch.tensor(list(bias.values()), device=scores.device)
+    if sequence.num_output_tokens < params.min_tokens:
+        forbidden = [i for i in {*sequence.request.eos_token_ids, *params.stop_token_ids} if 0 <= i < vocab_size]
+        scores[forbidden] = -torch.inf
+    if params.repetition_penalty != 1.0:
+        seen, _ = _count(sequence.token_ids, scores)
+        values = scores[seen]
+        factor = params.repetition_penalty
+        scores[seen] = torch.where(values > 0, values / factor, values * factor)
+    if params.presence_penalty or params.frequency_penalty:
+        seen, counts = _count(sequence.output_token_ids, scores)
+        scores[seen] -= params.frequency_penalty * counts + params.presence_penalty
+
+
+def _count(token_ids: list[int], scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The different tokens of a list, and how often each occurs."""
+    seen, counts = np.unique(np.asarray(token_ids, dtype=np.int64), return_counts=True)
+    known = seen < scores.shape[0]
+    return torch.from_numpy(seen[known]).to(scores.device), torch.from_numpy(counts[known]).to(scores.device)
+
+
+def _sorted_width(top_k: int, top_p: float, vocab_size: int) -> int:
+    """How many of the best tokens a row needs in order; 0 when the order of the vocabulary will do.
+
+    It depends on the row's own settings only and is rounded up, so that rows of like settings share one pass.
+    """
+    if top_k < vocab_size:
+        return min(max(64, 1 << (top_k - 1).bit_length()), vocab_size)
+    return min(_NUCLEUS_WIDTH, vocab_size) if top_p < 1.0 else 0
+
+
+def _best(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `width` largest scores of each row and their ids, in order; equal scores rank by id, lowest first.
+
+    Sorts unique integers: the bits of a float32, mapped so that integers compare as the floats do, above the inverted id.
+    """
+    bits = (scores + 0.0).view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ids = torch.arange(scores.shape[1], device=scores.device)
+    keys = (ordered.long() << 32) | (0xFFFFFFFF - ids)
+    keys = keys.topk(width, dim=-1).values
+    best = 0xFFFFFFFF - (keys & 0xFFFFFFFF)
+    return scores.gather(-1, best), best
+
+
+def _draw_from_best(
+    scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, uniforms: torch.Tensor, width: int
+) -> torch.Tensor:
+    """Draw from the best `top_k` tokens, cut to the smallest set with a mass of `top_p`; all arguments [R, ...]."""
+    vocab_size = scores.shape[1]
+    values, ids = _best(scores, width)
+    weights = values.double().exp()
+    weights = weights.masked_fill(torch.arange(width, device=scores.device) >= top_k, 0.0)
+    total = weights.sum(-1, keepdim=True)
+    everything = top_k >= vocab_size
+    if width < vocab_size and bool(everything.any()):
+        total = torch.where(everything, scores.exp().sum(-1, keepdim=True, dtype=torch.float64), total)
+    sums = weights.cumsum(-1)
+    beyond = sums - weights >= top_p * total
+    beyond[:, 0] = False
+    tokens = ids.gather(-1, _draw(weights.masked_fill(beyond, 0.0), uniforms)[:, None])[:, 0]
+    short = (everything & (sums[:, -1:] < top_p * total))[:, 0]
+    if width < vocab_size and bool(short.any()):
+        tokens[short] = _draw_from_best(scores[short], top_k[short], top_p[short], uniforms[short], vocab_size)
+    return tokens
+
+
+def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Inverse transform sampling: the first index whose running sum exceeds the uniform share of the total; [R]."""
+    sums = weights.cumsum(-1)
+    total = sums[:, -1:].contiguous()
+    index = torch.searchsorted(sums, uniforms * total, right=True)
+    # Rounding may carry the share up to the total; the first sum that reaches it belongs to the last possible token.
+    return torch.minimum(index, torch.searchsorted(sums, total))[:, 0]
+
+
+def _logprobs(logits: torch.Tensor, sequences: Seq[Sequence], token_ids: list[int]) -> dict[int, TokenLogprob]:
+    """Log-probabilities from the raw logits, for the rows that asked for them."""
+    rows = [row for row, s in enumerate(sequences) if s.sampling.logprobs is not None]
+    if not rows:
+        return {}
+    raw = torch.log_softmax(_rows(logits, rows).float(), dim=-1)
+    sampled = torch.tensor([[token_ids[row]] for row in rows], device=logits.device)
+    own = raw.gather(-1, sampled)
+    ranks = (raw > own).sum(-1) + 1
+    width = min(max(sequences[row].sampling.logprobs or 0 for row in rows), raw.shape[1])
+    values, ids = _best(raw, width) if width else (raw[:, :0], sampled[:, :0])
+    found = zip(rows, own[:, 0].tolist(), ranks.tolist(), ids.tolist(), values.tolist(), strict=True)
+    return {
+        row: TokenLogprob(
+            token_id=token_ids[row],
+            logprob=logprob,
+            rank=rank,
+            top=tuple(zip(best, best_values, strict=True))[: sequences[row].sampling.logprobs or 0],
+        )
+        for row, logprob, rank, best, best_values in found
+    }
