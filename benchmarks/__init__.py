@@ -1,0 +1,1 @@
+"""What is measured, against whom; see README.md beside this file. Not part of the installed package."""
