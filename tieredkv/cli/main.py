@@ -69,10 +69,6 @@ def _root(
 
 
 def _serve(**given: Any) -> int:
-    with contextlib.suppress(ImportError):
-        from tieredkv.runtime import maybe_reexec
-
-        maybe_reexec(sys.argv)
     file = given.pop("config")
     config = Config.load(
         {key: value for key, value in given.items() if value not in (None, [])},
@@ -80,6 +76,10 @@ def _serve(**given: Any) -> int:
         environ=os.environ,
         source="command line",
     )
+    with contextlib.suppress(ImportError):
+        from tieredkv.runtime import maybe_reexec
+
+        maybe_reexec(sys.argv)
     from tieredkv.server.main import serve
 
     return serve(config)

@@ -38,7 +38,8 @@ async def list_models(request: Request) -> Response:
 async def get_model(request: Request) -> Response:
     """`GET /v1/models/{id}`."""
     service = get_service(request)
-    return JSONResponse(_model(service, service.check_model(request.path_params["model"])))
+    name = service.check_model(request.path_params["model"], default=False)
+    return JSONResponse(_model(service, name))
 
 
 async def tokenize(request: Request) -> Response:
@@ -63,12 +64,13 @@ async def tokenize(request: Request) -> Response:
             variables=body.chat_template_kwargs,
         )
         token_ids = prompt.token_ids
+    names = [tokenizer.token_text(t) for t in token_ids] if body.return_token_strs else None
     return JSONResponse(
         {
             "count": len(token_ids),
             "max_model_len": service.engine.max_model_len,
             "tokens": token_ids,
-            "token_strs": [tokenizer.token_text(t) for t in token_ids] if body.return_token_strs else None,
+            "token_strs": names,
         }
     )
 

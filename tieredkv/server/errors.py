@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tieredkv.errors import CapacityError, RequestError
+from tieredkv.errors import CapacityError, RequestError, TieredKVError
 
 log = logging.getLogger("tieredkv.server")
 
@@ -79,4 +79,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
         error = HTTPException(error.status_code, f"{reason}: {what}", dict(error.headers or {}))
     if isinstance(error, GenerationError):
         log.error("%s %s failed: %s", request.method, request.url.path, error)
+    elif not isinstance(error, HTTPException | TieredKVError):
+        log.exception("%s %s failed (request %s)", request.method, request.url.path, request.state.request_id)
+        request.state.logged = True
     return error_response(error)

@@ -72,7 +72,8 @@ class Gate:
         except ClientDisconnect:
             return
         except Exception as error:
-            log.exception("%s %s failed (request %s)", scope["method"], scope["path"], state["request_id"])
+            if "logged" not in state:
+                log.exception("%s %s failed (request %s)", scope["method"], scope["path"], state["request_id"])
             if not started:
                 await error_response(error)(scope, receive, send_with_id)
 

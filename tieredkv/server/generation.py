@@ -83,9 +83,9 @@ class Generation:
         tenant: bytes,
     ) -> None:
         requests: list[tuple[Prompt, EngineRequest]] = []
+        if sum(sampling.n for sampling in samplings) > MAX_SEQUENCES:
+            raise RequestError(f"At most {MAX_SEQUENCES} sequences per request are accepted.", param="n")
         for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
-            if len(prompts) * sampling.n > MAX_SEQUENCES:
-                raise RequestError(f"At most {MAX_SEQUENCES} sequences per request are accepted.", param="n")
             for child_id, child in fan_out(f"{request_id}-{index}", sampling):
                 request = EngineRequest(child_id, prompt.token_ids, child, tenant, engine.eos_token_ids)
                 engine.check(request)

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp
 from tieredkv.config import Config
 from tieredkv.errors import ConfigError
 from tieredkv.server.app import build_app
+from tieredkv.server.connection import BoundedProtocol
 from tieredkv.server.display import LoadProgress, print_summary
 from tieredkv.server.service import Service
 
@@ -38,7 +39,10 @@ FLUSH_S = 5
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket that does not listen yet. Raises `ConfigError` when the address cannot be had."""
+    """A listening TCP socket; clients that connect early wait in its backlog.
+
+    Raises `ConfigError` when the address cannot be had.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -49,7 +53,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        # Another process may be bound without SO_REUSEADDR conflicts until one of both listens.
+        # With SO_REUSEADDR only listening shows that another process has the address.
         sock.listen(2048)
     except OSError as error:
         sock.close()
@@ -60,13 +64,14 @@ def bind(host: str, port: int) -> socket.socket:
 def serve(config: Config) -> int:
     """Run the server until a signal ends it; returns the exit code. Raises `ConfigError`, `UnsupportedModelError`."""
     level = config.server.log_level.upper()
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    # Libraries are heard when something is wrong; `log_level` is about this program.
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("tieredkv").setLevel(level)
     sock = bind(config.server.host, config.server.port)
     with contextlib.closing(sock):
         from tieredkv.engine import Engine
 
-        with LoadProgress(Console(stderr=True)) as progress:
+        with LoadProgress(Console()) as progress:
             engine = Engine.load(config, progress.update)
         app, service = build_app(engine, config)
         engine.start()
@@ -111,7 +116,7 @@ def make_server(app: ASGIApp, config: Config, on_started: Callable[[], None]) ->
     return _Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=BoundedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -141,7 +146,7 @@ async def _run(app: ASGIApp, service: Service, engine: Engine, config: Config, s
 
 
 async def _drain(service: Service, engine: Engine, server: uvicorn.Server, timeout_s: float) -> None:
-    log.warning("stopping: running requests have %g s to finish", timeout_s)
+    log.info("stopping: running requests have %g s to finish", timeout_s)
     service.begin_drain()
     try:
         if not await engine.wait_drained(timeout_s):

@@ -16,7 +16,10 @@ from tieredkv.errors import RequestError
 from tieredkv.tokenizer import Tokenizer
 
 ROLES = frozenset({"system", "developer", "user", "assistant"})
+MAX_PROMPTS = 1024
 _THREAD_CHARS = 4096
+# What a message costs a template besides its text.
+_MESSAGE_CHARS = 100
 # Arguments of the templating call itself, and what this server refuses elsewhere.
 _TEMPLATE_ARGUMENTS = frozenset({"add_generation_prompt", "continue_final_message", "messages", "tools", "documents"})
 T = TypeVar("T")
@@ -35,6 +38,8 @@ def parse_prompts(value: Any) -> list[str] | list[list[int]]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
+        if len(value) > MAX_PROMPTS and not isinstance(value[0], int):
+            raise RequestError(f"At most {MAX_PROMPTS} prompts per request are accepted.", param="prompt")
         kinds = set(map(type, value))
         if kinds == {str}:
             return value
@@ -107,14 +112,16 @@ async def encode_prompts(
     tokenizer: Tokenizer, prompts: Sequence[str] | Sequence[list[int]], *, add_special_tokens: bool
 ) -> list[Prompt]:
     """Prompts as token ids. Raises `RequestError` when one has no token."""
-    result = []
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            encode = functools.partial(tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
-            ids = await _off_loop(len(prompt), encode)
-            result.append(Prompt(ids, prompt))
-        else:
-            result.append(Prompt(prompt))
+
+    def encode() -> list[Prompt]:
+        return [
+            Prompt(tokenizer.encode(prompt, add_special_tokens=add_special_tokens), prompt)
+            if isinstance(prompt, str)
+            else Prompt(prompt)
+            for prompt in prompts
+        ]
+
+    result = await _off_loop(sum(len(prompt) for prompt in prompts if isinstance(prompt, str)), encode)
     if not all(prompt.token_ids for prompt in result):
         raise RequestError("'prompt' must not be empty: it has no token.", param="prompt")
     return result
@@ -138,7 +145,7 @@ async def encode_messages(
             "'continue_final_message' needs an assistant message at the end.", param="continue_final_message"
         )
     ids = await _off_loop(
-        sum(len(message["content"]) for message in messages),
+        sum(len(message["content"]) + _MESSAGE_CHARS for message in messages),
         functools.partial(
             tokenizer.apply_chat_template,
             messages,

@@ -61,7 +61,7 @@ _REFUSED: dict[str, tuple[object, ...]] = {
 class Body(BaseModel):
     """Base of all request bodies."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="ignore")
 
     model: str | None = None
 

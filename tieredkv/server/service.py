@@ -56,13 +56,16 @@ class Service:
         if reason is not None:
             raise CapacityError(f"Not accepting requests: {reason}.", status=503, retry_after_s=RETRY_AFTER_DRAIN_S)
 
-    def check_model(self, name: str | None) -> str:
-        """The name to answer with. Raises `RequestError` (404) for a model that is not served here."""
-        if name is None or name == "":
+    def check_model(self, name: str | None, *, default: bool = True) -> str:
+        """The name to answer with; no name means the first one where `default` is set.
+
+        Raises `RequestError` (404) for a model that is not served here.
+        """
+        if not name and default:
             return self.names[0]
-        if name not in self.names:
+        if name is None or name not in self.names:
             raise RequestError(
-                f"The model '{name[:200]}' does not exist; this server has {', '.join(self.names)}.",
+                f"The model '{(name or '')[:200]}' does not exist; this server has {', '.join(self.names)}.",
                 param="model",
                 status=404,
                 code="model_not_found",
