@@ -78,6 +78,7 @@ class LLM:
         runner = load_runner(self.config, progress)
         self.core = build_core(runner, self.config)
         self.tokenizer = runner.loaded.tokenizer
+        self.model_folder = runner.loaded.folder
         self._eos_token_ids = runner.loaded.eos_token_ids
         self._counter = itertools.count()
 

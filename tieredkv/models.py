@@ -61,10 +61,11 @@ class LoadedModel:
     """A model ready to run, and what the other parts need to know of it.
 
     `model` is a transformers `PreTrainedModel` in eval mode on `device`; `max_model_len` is the most tokens it supports;
-    `eos_token_ids` come from its generation config, its config and its tokenizer.
+    `eos_token_ids` come from its generation config, its config and its tokenizer; `folder` holds its files.
     """
 
     name: str
+    folder: Path
     model: Any
     tokenizer: Tokenizer
     device: torch.device
@@ -110,6 +111,7 @@ def load_model(
         )
         loaded = LoadedModel(
             name=checkpoint.name,
+            folder=checkpoint.folder,
             model=model,
             tokenizer=tokenizer.result(),
             device=device,
