@@ -6,8 +6,8 @@ A block is in exactly one state:
     referenced  ref_count > 0, not on the free list; findable once committed
     free        ref_count = 0, on the free list; still findable while it has a hash
 
-The free list is an intrusive doubly linked list in order of eviction: blocks without a hash first, then the least
-recently released. Releasing a chain puts its tail before its head, so that a prefix shrinks from its end and never
+Free blocks lie on two intrusive doubly linked lists: those without a hash, which go first, and the findable ones, least
+recently used first. Releasing a chain puts its tail before its head, so that a prefix shrinks from its end and never
 loses its middle.
 
 Invariants: free + referenced + null == total; a hash names at most one block, and the first writer keeps it.
@@ -96,9 +96,10 @@ class BlockPool:
             raise InvariantError(f"a pool needs the null block and one more, got {num_blocks}")
         self._blocks = [Block(i) for i in range(num_blocks)]
         self._by_hash: dict[bytes, Block] = {}
-        self._free = FreeList()
+        self._plain = FreeList()
+        self._findable = FreeList()
         for block in self._blocks[1:]:
-            self._free.push_last(block)
+            self._plain.push_last(block)
         self._on_evict = on_evict
         self.num_evicted = 0
 
@@ -114,7 +115,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that `take` can hand out now; many of them are still findable."""
-        return self._free.count
+        return self._plain.count + self._findable.count
 
     @property
     def num_committed(self) -> int:
@@ -140,7 +141,7 @@ class BlockPool:
             raise InvariantError("the null block has no owner")
         block = self._blocks[block_id]
         if block.ref_count == 0:
-            self._free.remove(block)
+            self._list_of(block).remove(block)
         block.ref_count += 1
 
     def take(self, count: int) -> list[int]:
@@ -148,11 +149,11 @@ class BlockPool:
 
         Raises `InvariantError` if fewer are free: ask `num_free` first.
         """
-        if count > self._free.count:
-            raise InvariantError(f"{count} blocks asked for, {self._free.count} free")
+        if count > self.num_free:
+            raise InvariantError(f"{count} blocks asked for, {self.num_free} free")
         taken = []
         for _ in range(count):
-            block = self._free.pop_first()
+            block = (self._plain if self._plain.count else self._findable).pop_first()
             if block.hash is not None:
                 if self._on_evict is not None:
                     self._on_evict(block.hash, block.id)
@@ -165,15 +166,32 @@ class BlockPool:
     def release(self, block_ids: Sequence[int]) -> None:
         """Take one owner from each block of a chain (head first in `block_ids`); ownerless blocks become free, tail first."""
         for block_id in reversed(block_ids):
-            block = self._blocks[block_id]
-            if block.ref_count < 1 or block_id == NULL_BLOCK:
-                raise InvariantError(f"{block} is released without an owner")
-            block.ref_count -= 1
+            block = self._drop_owner(block_id)
             if block.ref_count == 0:
-                if block.hash is None:
-                    self._free.push_first(block)
-                else:
-                    self._free.push_last(block)
+                self._list_of(block).push_last(block)
+
+    def release_cold(self, block_ids: Sequence[int]) -> None:
+        """Like `release`, but what becomes free goes back to the cold end, the first of `block_ids` coldest: for an owner
+        that only read the blocks, without anyone having used them.
+        """
+        for block_id in reversed(block_ids):
+            block = self._drop_owner(block_id)
+            if block.ref_count == 0:
+                self._list_of(block).push_first(block)
+
+    def coldest(self) -> Iterator[int]:
+        """Ids of free, findable blocks in the order in which they will be reused. Do not change the pool meanwhile."""
+        return (block.id for block in self._findable)
+
+    def _drop_owner(self, block_id: int) -> Block:
+        block = self._blocks[block_id]
+        if block.ref_count < 1 or block_id == NULL_BLOCK:
+            raise InvariantError(f"{block} is released without an owner")
+        block.ref_count -= 1
+        return block
+
+    def _list_of(self, block: Block) -> FreeList:
+        return self._plain if block.hash is None else self._findable
 
     def commit(self, block_id: int, block_hash: bytes) -> int:
         """Make an owned block findable; returns the id of the block that holds the hash from now on.
@@ -192,12 +210,21 @@ class BlockPool:
 
     def clear(self) -> tuple[int, int]:
         """Forget every free block; returns how many were forgotten and how many stay because they are in use."""
-        forgotten = [b for b in self._free if b.hash is not None]
-        for block in forgotten:
+        num_forgotten = self._findable.count
+        while self._findable.count:
+            block = self._findable.pop_first()
             self._drop_hash(block)
-            self._free.remove(block)
-            self._free.push_first(block)
-        return len(forgotten), len(self._by_hash)
+            self._plain.push_last(block)
+        return num_forgotten, len(self._by_hash)
+
+    def forget(self, block_id: int) -> None:
+        """Make one free, findable block anonymous. Raises `InvariantError` if it is in use or has no hash."""
+        block = self._blocks[block_id]
+        if block.ref_count:
+            raise InvariantError(f"{block} is in use")
+        self._findable.remove(block)
+        self._drop_hash(block)
+        self._plain.push_last(block)
 
     def _drop_hash(self, block: Block) -> None:
         if block.hash is None or self._by_hash.pop(block.hash, None) is not block:
@@ -209,10 +236,11 @@ class BlockPool:
 
         Raises `InvariantError`.
         """
-        on_list = {block.id for block in self._free}
-        free = {b.id for b in self._blocks[1:] if b.ref_count == 0}
-        if len(on_list) != self._free.count or on_list != free:
-            raise InvariantError(f"free list {sorted(on_list)} (count {self._free.count}) against {sorted(free)}")
+        for name, blocks in (("plain", self._plain), ("findable", self._findable)):
+            on_list = {block.id for block in blocks}
+            free = {b.id for b in self._blocks[1:] if b.ref_count == 0 and (b.hash is not None) == (name == "findable")}
+            if len(on_list) != blocks.count or on_list != free:
+                raise InvariantError(f"{name} list {sorted(on_list)} (count {blocks.count}) against {sorted(free)}")
         if self._blocks[NULL_BLOCK].ref_count or self._blocks[NULL_BLOCK].hash:
             raise InvariantError("the null block is in use")
         held = {b.hash: b for b in self._blocks if b.hash is not None}

@@ -148,6 +148,23 @@ class PoolMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.owned) - 1))
         self.pool.release(self.owned.pop(index))
 
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data())
+    def release_cold(self, data):
+        index = data.draw(st.integers(0, len(self.owned) - 1))
+        ids = self.owned.pop(index)
+        self.pool.release_cold(ids)
+        used = {b for c in self.owned for b in c}
+        freed = [b for b in ids if b not in used and b in self.content]
+        assert list(self.pool.coldest())[: len(freed)] == freed
+
+    @rule()
+    def forget_the_coldest(self):
+        block_id = next(self.pool.coldest(), None)
+        if block_id is not None:
+            self.pool.forget(block_id)
+            del self.content[block_id]
+
     @rule()
     def clear(self):
         used = {b for c in self.owned for b in c}
