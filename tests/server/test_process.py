@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.models_for_tests import build
+from tieredkv.server.protocol import CompletionBody
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = "one two three four five six seven eight nine ten, " * 4
@@ -79,38 +80,47 @@ def served(model):
         yield http
 
 
-NUMBERS = st.floats(-3, 3) | st.sampled_from([0, 1, -0.0, 1e-300, 1e300, -1e300, 100, 2**63])
-INTEGERS = st.integers(-2, 40) | st.sampled_from([2**31, 2**62, -(2**62)])
-SAMPLING = st.fixed_dictionaries(
-    {"max_tokens": st.integers(1, 3)},
+TOKENS = st.integers(0, 319)
+VALID = st.fixed_dictionaries(
+    {"max_tokens": st.integers(1, 4)},
     optional={
-        "temperature": NUMBERS,
-        "top_p": NUMBERS,
-        "top_k": INTEGERS,
-        "min_p": NUMBERS,
-        "seed": INTEGERS | st.integers(-(2**63), 2**64 - 1),
-        "min_tokens": INTEGERS,
-        "repetition_penalty": NUMBERS,
-        "presence_penalty": NUMBERS,
-        "frequency_penalty": NUMBERS,
-        "logit_bias": st.dictionaries(st.integers(0, 330).map(str), NUMBERS, max_size=3),
-        "stop": st.lists(st.text(max_size=2), max_size=3),
-        "stop_token_ids": st.lists(st.integers(-1, 330), max_size=3),
+        "temperature": st.floats(0, 100),
+        "top_p": st.floats(0, 1, exclude_min=True),
+        "top_k": st.integers(-1, 400) | st.just(2**62),
+        "min_p": st.floats(0, 1),
+        "seed": st.integers(-(2**63), 2**64 - 1),
+        "min_tokens": st.integers(0, 4),
+        "repetition_penalty": st.floats(0, 100, exclude_min=True),
+        "presence_penalty": st.floats(-2, 2),
+        "frequency_penalty": st.floats(-2, 2),
+        "logit_bias": st.dictionaries(TOKENS.map(str), st.floats(-100, 100), max_size=3),
+        "stop": st.lists(st.text(min_size=1, max_size=2), max_size=3),
+        "stop_token_ids": st.lists(TOKENS, max_size=3),
         "ignore_eos": st.booleans(),
-        "n": st.integers(0, 3),
+        "n": st.integers(1, 3),
         "stream": st.booleans(),
-        "logprobs": st.none() | st.integers(-1, 21),
+        "logprobs": st.none() | st.integers(0, 20),
     },
 )
-PROMPTS = st.text(max_size=20) | st.lists(st.integers(-1, 330), max_size=40) | st.lists(st.text(max_size=9), max_size=3)
+WRONG = st.dictionaries(
+    st.sampled_from(sorted(CompletionBody.model_fields)),
+    st.none() | st.booleans() | st.floats(-3, 3) | st.sampled_from([2**31, -(2**62), 1e300, -1e300, "", [], {}]),
+    max_size=1,
+)
+PROMPTS = (
+    st.text(min_size=1, max_size=20)
+    | st.lists(TOKENS, min_size=1, max_size=40)
+    | st.lists(st.text(min_size=1, max_size=9), min_size=1, max_size=3)
+)
 
 
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(PROMPTS, SAMPLING)
-def test_no_parameters_break_the_engine(served, prompt, sampling):
-    response = served.post("/v1/completions", json={"prompt": prompt, **sampling})
-    assert response.status_code in (200, 400), response.text
-    assert '"error"' not in response.text or response.status_code == 400
+@given(PROMPTS, VALID, WRONG)
+def test_no_parameters_break_the_engine(served, prompt, sampling, wrong):
+    sampling = sampling | wrong
+    response = served.post("/v1/completions", json={"prompt": prompt} | sampling)
+    assert response.status_code in ((200, 400) if wrong or "min_tokens" in sampling else (200,)), response.text
+    assert ('{"error"' in response.text) == (response.status_code == 400)
     if response.status_code == 200 and not sampling.get("stream"):
         usage = response.json()["usage"]
         assert sum(usage["tieredkv"].values()) == usage["prompt_tokens"]
