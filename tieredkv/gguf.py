@@ -187,6 +187,8 @@ def _rope(fields: _Fields, tensors: Mapping[str, Any], head_dim: int, context: i
     rotated = int(fields.model("rope.dimension_count", head_dim))
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(fields.model("rope.freq_base", 10000.0))}
     if rotated != head_dim:
+        if fields.architecture != "phi3":
+            raise UnsupportedModelError(f"partial RoPE in a GGUF file of architecture {fields.architecture!r}")
         rope["partial_rotary_factor"] = rotated / head_dim
     kind = fields.model("rope.scaling.type", "none")
     if any(name.startswith("rope_factors_") for name in tensors):

@@ -199,7 +199,9 @@ def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     total = sums[:, -1:].contiguous()
     index = torch.searchsorted(sums, uniforms * total, right=True)
     # Rounding may carry the share up to the total; the first sum that reaches it belongs to the last possible token.
-    return torch.minimum(index, torch.searchsorted(sums, total))[:, 0]
+    index = torch.minimum(index, torch.searchsorted(sums, total))[:, 0]
+    # Only logits that are no numbers get past the end.
+    return index.clamp_(max=weights.shape[1] - 1)
 
 
 def _logprobs(logits: torch.Tensor, sequences: Seq[Sequence], token_ids: list[int]) -> dict[int, TokenLogprob]:
