@@ -25,10 +25,11 @@ def running_server(engine, **settings):
     app, service = build_app(engine, config)
     started = threading.Event()
     server = make_server(app, config, started.set)
-    loops = []
+    loops, tasks = [], []
 
     async def main():
         loops.append(asyncio.get_running_loop())
+        tasks.append(asyncio.current_task())
         await server.serve(sockets=[sock])
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), name="server")
@@ -36,7 +37,9 @@ def running_server(engine, **settings):
     try:
         assert started.wait(20)
         host, port = sock.getsockname()
-        yield SimpleNamespace(url=f"http://{host}:{port}", port=port, service=service, loop=loops[0], engine=engine)
+        yield SimpleNamespace(
+            url=f"http://{host}:{port}", port=port, service=service, loop=loops[0], task=tasks[0], engine=engine
+        )
     finally:
         server.should_exit = True
         thread.join(20)

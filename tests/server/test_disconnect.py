@@ -34,13 +34,15 @@ def send_and_read(server, body, *, until: bytes | None) -> socket.socket:
 @pytest.mark.parametrize(
     ("streaming", "hold_after", "until"), [(True, 4, b'"l"'), (True, 0, b"200 OK"), (False, 4, None)]
 )
-def test_a_disconnect_aborts_all_sequences(server, engine, choices, streaming, hold_after, until):
+def test_a_disconnect_aborts_all_sequences(server, engine, caplog, choices, streaming, hold_after, until):
     engine.hold_after = hold_after
     raw = send_and_read(server, {"prompt": "x", "stream": streaming, "n": choices}, until=until)
     engine.wait_for(lambda: len(engine.submitted) == choices)
     raw.close()
     engine.wait_for(lambda: not engine.running)
     assert sorted(engine.aborted) == sorted(r.request_id for r in engine.submitted)
+    _wait_until_idle(server)
+    assert not caplog.records
 
 
 def test_a_finished_request_aborts_nothing(http, engine):
@@ -67,25 +69,26 @@ def test_a_refused_choice_takes_the_others_along(http, engine):
 
 
 def test_no_task_is_left_behind(server, engine, http):
-    def num_tasks():
-        return asyncio.run_coroutine_threadsafe(count(), server.loop).result(20)
-
-    async def count():
-        return len(asyncio.all_tasks())
-
     http.get("/health")
-    before = num_tasks()
     engine.hold_after = 3
     sockets = [send_and_read(server, {"prompt": "x", "stream": True, "n": 3}, until=b'"e"') for _ in range(8)]
     for raw in sockets:
         raw.close()
     engine.wait_for(lambda: not engine.running)
     engine.hold_after = None
-    for _ in range(100):
-        http.post("/v1/completions", json={"prompt": ["x", "y"], "stream": True})
-        if num_tasks() <= before:
-            break
-    assert num_tasks() <= before
+    http.post("/v1/completions", json={"prompt": ["x", "y"], "stream": True})
+    _wait_until_idle(server)
+
+
+def _wait_until_idle(server) -> None:
+    """Until the loop has no tasks but the server's own."""
+
+    async def others_done():
+        own = {asyncio.current_task(), server.task}
+        while others := asyncio.all_tasks() - own:
+            await asyncio.wait(others, timeout=20)
+
+    asyncio.run_coroutine_threadsafe(others_done(), server.loop).result(20)
 
 
 def test_until_disconnect_cancels_the_work_when_it_is_cancelled_itself():

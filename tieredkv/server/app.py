@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, ExceptionHandler
@@ -43,6 +43,11 @@ async def _too_large(request: Request, error: Exception) -> Response:
     return TooLargeResponse(error) if isinstance(error, BodyTooLargeError) else await handle_error(request, error)
 
 
+async def _client_gone(request: Request, error: Exception) -> Response:
+    """Nobody reads this answer; its status is for the access log."""
+    return Response(status_code=499)
+
+
 def build_app(engine: Engine, config: Config) -> tuple[ASGIApp, Service]:
     """The ASGI application that serves `engine`, and its state."""
     service = Service(engine, config)
@@ -51,6 +56,7 @@ def build_app(engine: Engine, config: Config) -> tuple[ASGIApp, Service]:
         TieredKVError: handle_error,
         GenerationError: handle_error,
         BodyTooLargeError: _too_large,
+        ClientDisconnect: _client_gone,
         Exception: handle_error,
     }
     app = Starlette(routes=ROUTES, exception_handlers=handlers)

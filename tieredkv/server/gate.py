@@ -12,7 +12,6 @@ import re
 import uuid
 from collections.abc import Sequence
 
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tieredkv.errors import RequestError
@@ -69,8 +68,6 @@ class Gate:
             state["api_key"] = self._texts[found]
         try:
             await self._app(scope, receive, send_with_id)
-        except ClientDisconnect:
-            return
         except Exception as error:
             if "logged" not in state:
                 log.exception("%s %s failed (request %s)", scope["method"], scope["path"], state["request_id"])

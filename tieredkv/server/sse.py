@@ -37,14 +37,12 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
-        self._close = close
+        self.close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        with contextlib.closing(self), contextlib.suppress(ClientDisconnect):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await until_disconnect(receive, self._pump(send))
-        finally:
-            self._close()
 
     async def _pump(self, send: Send) -> None:
         try:
