@@ -340,6 +340,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_arguments(argv)
+    servers.leave_on_sigterm()
     try:
         if options.setup_peers:
             servers.set_up_vllm()

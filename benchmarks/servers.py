@@ -137,6 +137,11 @@ class Server:
         return "\n".join(f"    {line}" for line in lines)
 
 
+def leave_on_sigterm() -> None:
+    """Make SIGTERM end this process by `SystemExit`, so that `with` blocks stop the servers that it started."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 def free_port() -> int:
     """A TCP port on 127.0.0.1 that was free a moment ago."""
     with socket.socket() as listener:
