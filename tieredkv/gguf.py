@@ -195,7 +195,7 @@ def _rope(fields: _Fields, tensors: Mapping[str, Any], head_dim: int, context: i
         raise UnsupportedModelError("RoPE of type 'longrope' changes cached keys as a prompt grows")
     if _ROPE_FACTORS in tensors:
         factors = np.asarray(gguf.dequantize(tensors[_ROPE_FACTORS].data, tensors[_ROPE_FACTORS].tensor_type))
-        return rope | _llama3_scaling(factors.ravel(), rope["rope_theta"], rotated)
+        return rope | llama3_scaling(factors.ravel(), rope["rope_theta"], rotated)
     if kind == "none":
         return rope
     if kind not in ("linear", "yarn"):
@@ -207,14 +207,14 @@ def _rope(fields: _Fields, tensors: Mapping[str, Any], head_dim: int, context: i
     return rope
 
 
-def _llama3_scaling(factors: NDArray[np.float32], theta: float, rotated: int) -> dict[str, Any]:
+def llama3_scaling(factors: NDArray[np.float32], theta: float, rotated: int) -> dict[str, Any]:
     """The parameters behind a stored factor per frequency, found by trying the published ones.
 
     Llama 3.1 divides slow frequencies by 8, Llama 3.2 by 32, and blends between wavelengths of 8192 / 4 and 8192 / 1.
     """
     frequencies = theta ** (-np.arange(0, rotated, 2, dtype=np.float64) / rotated)
     wavelengths = 2 * math.pi / frequencies
-    factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
+    factor, low, high, original = round(float(factors.max()), 3), 1.0, 4.0, 8192
     smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
     expected = 1.0 / ((1.0 - smooth) / factor + smooth)
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):

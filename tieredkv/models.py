@@ -92,12 +92,13 @@ def load_model(
     weight_files = sorted(checkpoint.folder.glob("*.safetensors"))
     if not weight_files:
         raise UnsupportedModelError(f"{checkpoint.folder} holds no .safetensors files")
-    with ThreadPoolExecutor(max_workers=2, thread_name_prefix="load") as pool:
+    hf_config = _read_config(checkpoint)
+    max_model_len = support.check_config(hf_config, config.max_model_len)
+    dtype = choose_dtype(config.dtype, _stored_dtype(hf_config), device)
+    tokenizer = Tokenizer.from_folder(checkpoint.folder, config.chat_template)
+    # Hashing the weights releases the GIL: it runs beside loading them.
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest") as pool:
         digest = pool.submit(content_digest, weight_files)
-        tokenizer = pool.submit(Tokenizer.from_folder, checkpoint.folder, config.chat_template)
-        hf_config = _read_config(checkpoint)
-        max_model_len = support.check_config(hf_config, config.max_model_len)
-        dtype = choose_dtype(config.dtype, _stored_dtype(hf_config), device)
         report("Loading weights", 0.0)
         model = _load_weights(checkpoint, hf_config, dtype, device)
         report("Checking the model", 0.9)
@@ -113,14 +114,14 @@ def load_model(
             name=checkpoint.name,
             folder=checkpoint.folder,
             model=model,
-            tokenizer=tokenizer.result(),
+            tokenizer=tokenizer,
             device=device,
             dtype=dtype,
             layout=layout,
             namespace=_namespace(model.config, digest.result(), facts, layout),
             max_model_len=max_model_len,
             vocab_size=int(model.config.vocab_size),
-            eos_token_ids=_eos_token_ids(model, tokenizer.result()),
+            eos_token_ids=_eos_token_ids(model, tokenizer),
             weights_nbytes=_weights_nbytes(model),
         )
     report("Model ready", 1.0)
