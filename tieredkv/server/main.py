@@ -83,6 +83,7 @@ def serve(config: Config) -> int:
                 runner.run(_run(app, service, engine, config, sock))
         finally:
             engine.close()
+            gc.unfreeze()
     return 0
 
 
