@@ -81,7 +81,7 @@ Ida Holm's rules still hold. The third was changed in 1986: a borrower who loses
 the keeper why it is worth having. Visitors are asked to wipe their feet, to keep their voices low near the stove, and,
 if they sit at the window of the heated room, to look up from time to time and out to sea.
 """
-QUESTION = "In one sentence: how many books does the library of Port Maren have today?"
+QUESTION = "In one sentence: who was the first keeper of the library of Port Maren?"
 TIERS = ("device", "host", "disk")
 
 

@@ -1,10 +1,11 @@
-"""The load client against a small fake server that speaks server-sent events."""
+"""The load client against a small fake server that speaks server-sent events; how results are judged; server processes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.bench_serving import FIGURES, Contender, as_text, collect
 from benchmarks.load import CHAT, Cut, LoadError, StreamResult, request_stream, run_load
+from benchmarks.servers import Server, ServerError, http_get
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
 
@@ -336,3 +339,59 @@ def test_a_load_run_ends_in_time_and_reports_failures() -> None:
     assert report.failed
     assert len(report.failed) == len(report.requests)
     assert report.failed[0].result.status == 503
+
+
+def contender(name: str, **values: float) -> Contender:
+    made = Contender(Server(name, [name]), version="1")
+    for key, samples in made.samples.items():
+        samples.append(values.get(key, 100.0))
+    return made
+
+
+def test_a_ratio_is_judged_in_the_direction_of_its_figure() -> None:
+    fast = contender("tieredkv", ttft_cold_ms=90, ttft_warm_ms=79, itl_ms=100, tokens_per_s=110)
+    slow = contender("tieredkv", ttft_cold_ms=110, ttft_warm_ms=81, itl_ms=101, tokens_per_s=90)
+    peer = contender("vllm")
+    judged = {name: collect([own, peer], [])["ratios"] for name, own in (("fast", fast), ("slow", slow))}
+    wanted = [figure.key for figure in FIGURES if figure.limit is not None]
+    assert all(judged["fast"][key]["reached"] for key in wanted)
+    assert not any(judged["slow"][key]["reached"] for key in wanted)
+
+
+def test_the_table_names_every_figure_and_server() -> None:
+    result = collect([contender("tieredkv", step8_ms=20.5), contender("vllm")], [{"step_ms": 20.1, "model_ms": 20.0}])
+    text = as_text(json.loads(json.dumps(result)))
+    for word in ("tieredkv", "vllm", *(figure.label for figure in FIGURES)):
+        assert word in text
+    assert "HTTP and scheduling add 0.50 ms" in text
+
+
+HEALTHY = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"ok")
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_runs_between_enter_and_exit_and_can_be_paused() -> None:
+    with Server("fake", [sys.executable, "-c", HEALTHY, "{port}"], start_timeout_s=30) as server:
+        server.pause()
+        with pytest.raises(OSError):
+            http_get(f"{server.url}/health", timeout_s=0.1)
+        server.resume()
+        assert http_get(f"{server.url}/health")[0] == 200
+    with pytest.raises(OSError):
+        http_get(f"{server.url}/health", timeout_s=5)
+
+
+def test_a_server_that_does_not_come_up_is_an_error_with_its_log() -> None:
+    command = [sys.executable, "-c", "raise SystemExit('no such model')"]
+    with pytest.raises(ServerError, match="no such model"):
+        Server("fake", command, start_timeout_s=30).__enter__()
+    with pytest.raises(ServerError, match="cannot be started"):
+        Server("fake", ["/nonexistent/server"]).__enter__()
