@@ -1,40 +1,81 @@
-"""The face that every tier below the device shows to the cache. Knows bytes and hashes, no tokens and no tensors.
+"""The words that both tiers below the device share. Knows bytes and hashes, no tensors, no files.
 
-A tier keeps blocks, each a slab of `block_nbytes` bytes under its 32-byte hash. A lookup is a promise about nothing: a
-block that was there may be gone, short or damaged when it is loaded, and then the load says so and the caller computes
-the tokens instead.
-
-Invariant of every implementation: `load` returns True only if `target` holds exactly the bytes that `store` was given
-for that hash.
+A lookup promises nothing: a block that was there may be gone, short or damaged when it is loaded. Then the load says
+so, and the caller computes the tokens instead. Only `LoadOutcome.LOADED` means that `target` holds the block's bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import enum
+from dataclasses import dataclass
+
+DEFAULT_PRIORITY = 35
+MAX_PRIORITY = 100
+NEVER = 2**64 - 1
+"""An expiry that never comes, in microseconds since the epoch."""
 
 
-class Tier(Protocol):
-    """Host memory or disk, as seen from above. Sizes in bytes; hashes are 32 bytes, head of a prefix first."""
+class LoadOutcome(enum.StrEnum):
+    """What came of a load. `CORRUPT` and `MISSING` are facts about the record, `FAILED` one about the tier."""
+
+    LOADED = "loaded"
+    MISSING = "missing"
+    CORRUPT = "corrupt"
+    FAILED = "failed"
+
+
+class StoreOutcome(enum.StrEnum):
+    """What came of storing one block. Everything but the first two means: not resident, the suffix is dropped too."""
+
+    STORED = "stored"
+    PRESENT = "present"
+    NO_PARENT = "no_parent"
+    NO_ROOM = "no_room"
+    TOO_LARGE = "too_large"
+    REFUSED = "refused"
+    FAILED = "failed"
 
     @property
-    def capacity_nbytes(self) -> int: ...
+    def resident(self) -> bool:
+        return self in (StoreOutcome.STORED, StoreOutcome.PRESENT)
 
-    @property
-    def used_nbytes(self) -> int: ...
 
-    def longest_prefix(self, hashes: Sequence[bytes]) -> int:
-        """How many of `hashes`, from the first one on, are resident. Changes nothing, not even recency."""
-        ...
+@dataclass(frozen=True, slots=True)
+class BlockRecord:
+    """One block on its way to a tier.
 
-    def load(self, block_hash: bytes, target: memoryview) -> bool:
-        """Fill `target` with the block; False (and `target` undefined) if it is missing, short or fails verification."""
-        ...
+    `parent` is the hash of the block before it, or the chain's root for `depth` 0 (the first block). `namespace` is the
+    32-byte digest of everything but tokens and tenant. `token_ids` are the block's own tokens, packed as unsigned 32-bit
+    little endian (empty if unknown). `payload` must not change until the store has answered. `expires_us` is wall-clock
+    time in microseconds since the epoch: from then on the block is the first to go.
+    """
 
-    def store(self, block_hash: bytes, parent: bytes, source: memoryview) -> bool:
-        """Keep a copy of `source`; False if the tier refuses, for example because `parent` is not resident."""
-        ...
+    hash: bytes
+    parent: bytes
+    depth: int
+    namespace: bytes
+    payload: memoryview
+    token_ids: bytes = b""
+    priority: int = DEFAULT_PRIORITY
+    expires_us: int = NEVER
 
-    def clear(self) -> int:
-        """Forget every block that is neither pinned nor in use; returns how many went."""
-        ...
+
+@dataclass(frozen=True, slots=True)
+class TierUsage:
+    """A tier's counters. The first four are facts about its contents, the others counts since it was opened here.
+
+    `used_nbytes` is what the blocks cost the tier (page-rounded on disk) and never exceeds `capacity_nbytes`.
+    `payload_nbytes` is what the same blocks take on the device.
+    """
+
+    capacity_nbytes: int
+    used_nbytes: int
+    payload_nbytes: int
+    num_blocks: int
+    num_evictions: int = 0
+    num_corrupt: int = 0
+    num_stored: int = 0
+    num_loaded: int = 0
+    num_refused: int = 0
+    num_failed: int = 0
+    num_resets: int = 0

@@ -1,0 +1,543 @@
+"""The files of one store and their life: opening, crash safety, the map's size, faults and reopening.
+
+Knows LMDB and the directory, but not what a row means. One directory holds
+
+    data.mdb  lock.mdb   LMDB's own; several processes share them
+    tieredkv.lock        held (flock) while a process opens or resets the store; names the format
+    unsynced             exists while commits may be newer than the device; holds the boot id of their machine
+
+Commits are not synced one by one: a killed process loses nothing, a crashed machine may leave LMDB's file torn. So the
+first commit after a sync leaves `unsynced` behind, on the device, before it happens. Whoever opens the store and finds
+the marker of another boot starts empty, because nothing in the file can be believed then.
+
+Invariants: no memory map is closed or moved while a transaction of this process runs; a file that was removed, replaced
+or cut short is never read through its map; every failure leaves `fault` set until an operation of that kind succeeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from tieredkv.errors import StorageError
+from tieredkv.storage.medium import Medium
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+DATABASES = ("blocks", "meta", "recency", "pins", "info")
+FORMAT_KEY = b"format"
+DATA, LOCK, OPEN_LOCK, UNSYNCED, UNSYNCED_NEW = "data.mdb", "lock.mdb", "tieredkv.lock", "unsynced", "unsynced.new"
+RESERVED_NBYTES = 64 * 1024
+"""What the files beside `data.mdb` take at most; part of the capacity."""
+MAX_READERS = 510
+RETRY_OPEN_S = 1.0
+RESIZE_WAIT_S = 1.0
+OPEN_WAIT_S = 5.0
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+_OWN_FILES = {DATA, LOCK, OPEN_LOCK, UNSYNCED, UNSYNCED_NEW}
+_MARK = "tieredkv store, format "
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DAMAGED = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError)
+_STALE = (lmdb.PanicError, lmdb.BadTxnError, lmdb.BadRslotError, lmdb.BadDbiError)
+
+
+class StoreUnavailableError(StorageError):
+    """The store cannot be used now; the message says why."""
+
+
+class StoreFullError(StorageError):
+    """The map or the disk has no room for what the transaction wrote; nothing of it is visible."""
+
+
+@dataclass(slots=True)
+class Txn:
+    """A transaction and the handles of the sub-databases, by name."""
+
+    raw: Any
+    dbs: dict[str, Any]
+    psize: int
+
+
+@dataclass(slots=True)
+class _Handle:
+    env: Any
+    dbs: dict[str, Any]
+    identity: tuple[int, int]
+    psize: int
+    file_nbytes: int
+
+
+def boot_id() -> str | None:
+    """What changes with every start of the machine; None where the system does not tell."""
+    try:
+        return BOOT_ID.read_text(encoding="ascii").strip() or None
+    except OSError:
+        return None
+
+
+class StoreEnvironment:
+    """Opens on construction. `initialize(txn)` is called in the write transaction that creates an empty store.
+
+    `map_nbytes` bounds the data file; 0 takes what the store was used with (then it must exist).
+    `readonly` never creates or changes anything. Raises `StorageError` with what to do about it when the store cannot be
+    opened: no access, another format, another program's file, open in this process already.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        map_nbytes: int,
+        *,
+        initialize: Callable[[Txn], None],
+        readonly: bool = False,
+        medium: Medium | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.directory = directory
+        self.readonly = readonly
+        self.num_resets = 0
+        self.medium = medium or Medium()
+        self._wanted_map_nbytes = map_nbytes
+        self._initialize = initialize
+        self._clock = clock
+        self._boot_id = boot_id()
+        self._pid = os.getpid()
+        self._gate = threading.Condition()
+        self._reopening = threading.Lock()
+        self._handle: _Handle | None = None
+        self._num_inside = 0
+        self._retired = False
+        self._damaged = False
+        self._resizing = False
+        self._closed = False
+        self._retry_at_s = 0.0
+        self._unsynced = False
+        self._faults: dict[str, str] = {}
+        self._handle = self._open(create=not readonly)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def fault(self) -> str | None:
+        """Why the store does not work as it should, or None."""
+        return "; ".join(self._faults.values()) or None
+
+    @property
+    def map_nbytes(self) -> int:
+        handle = self._handle
+        return 0 if handle is None else int(handle.env.info()["map_size"])
+
+    @property
+    def file_nbytes(self) -> int:
+        """Length of the data file, 0 while it is gone."""
+        try:
+            return self.medium.stat(self.directory / DATA).st_size
+        except OSError:
+            return 0
+
+    # -- transactions --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Txn]:
+        """A consistent view. Raises `StoreUnavailableError` at once where a writer would wait."""
+        with self._inside() as handle, self._blamed("read"):
+            txn = self._begin(handle, write=False)
+            try:
+                yield Txn(txn, handle.dbs, handle.psize)
+            finally:
+                txn.abort()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Txn]:
+        """All or nothing: commits at the end of the block, aborts on any exception.
+
+        Waits for other writers, of other processes too. Reopens a store that had to be given up. Raises
+        `StoreFullError` or `StoreUnavailableError`; in both cases nothing has changed.
+        """
+        if self.readonly:
+            raise StoreUnavailableError(f"{self.directory} is open for reading only")
+        self.reopen()
+        with self._inside() as handle, self._blamed("write"):
+            txn = self._begin(handle, write=True)
+            try:
+                yield Txn(txn, handle.dbs, handle.psize)
+                self._mark_unsynced()
+                self.medium.commit(txn)
+            except BaseException:
+                with contextlib.suppress(lmdb.Error):  # a failed commit has ended the transaction already
+                    txn.abort()
+                raise
+        self._faults.pop("space", None)
+
+    def _begin(self, handle: _Handle, *, write: bool) -> Any:
+        try:
+            return self.medium.begin(handle.env, write=write)
+        except lmdb.ReadersFullError:
+            # Readers that were killed keep their slots until somebody looks.
+            handle.env.reader_check()
+            return self.medium.begin(handle.env, write=write)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[_Handle]:
+        if os.getpid() != self._pid:
+            raise StoreUnavailableError("the store was opened by the parent process; open it again after a fork")
+        with self._gate:
+            handle = self._handle
+            if handle is None or self._retired or self._resizing or self._closed:
+                raise StoreUnavailableError(self.fault or f"{self.directory} is not open")
+            self._num_inside += 1
+        try:
+            self._check_files(handle)
+            yield handle
+        finally:
+            with self._gate:
+                self._num_inside -= 1
+                self._dispose()
+                self._gate.notify_all()
+
+    def _check_files(self, handle: _Handle) -> None:
+        """A map over a file that is gone, replaced or cut short must not be touched any more."""
+        try:
+            found = self.medium.stat(self.directory / DATA)
+        except OSError as error:
+            self._retire("files", f"{self.directory}: {error.strerror or error}")
+            raise StoreUnavailableError(self._faults["files"]) from None
+        if (found.st_dev, found.st_ino) != handle.identity:
+            self._retire("files", f"{self.directory} was replaced")
+        elif found.st_size < handle.file_nbytes:
+            self._retire("files", f"{self.directory / DATA} was cut short", damaged=True)
+        else:
+            handle.file_nbytes = found.st_size
+            return
+        raise StoreUnavailableError(self._faults["files"])
+
+    @contextlib.contextmanager
+    def _blamed(self, kind: str) -> Iterator[None]:
+        """Translate what LMDB and the system raise, and remember it as the fault of this kind of operation."""
+        try:
+            yield
+        except lmdb.MapFullError as error:
+            raise StoreFullError(str(error)) from None
+        except lmdb.MapResizedError:
+            self._faults["size"] = f"{self.directory}: another process has enlarged the store"
+            raise StoreUnavailableError(self._faults["size"]) from None
+        except _DAMAGED as error:
+            self._retire(kind, f"{self.directory} is damaged: {error}", damaged=True)
+            raise StoreUnavailableError(self._faults[kind]) from None
+        except _STALE as error:
+            self._retire(kind, f"{self.directory}: {error}")
+            raise StoreUnavailableError(self._faults[kind]) from None
+        except (lmdb.Error, OSError) as error:
+            code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
+            if code in _FULL or isinstance(error, lmdb.DiskError):
+                self._faults["space"] = f"{self.directory}: no space left on the device"
+                raise StoreFullError(self._faults["space"]) from None
+            self._blame(kind, f"{self.directory}: {error}")
+            raise StoreUnavailableError(self._faults[kind]) from None
+        else:
+            self._faults.pop(kind, None)
+
+    def _blame(self, kind: str, reason: str) -> None:
+        if self._faults.get(kind) != reason:
+            logger.warning("disk tier: %s", reason)
+        self._faults[kind] = reason
+
+    # -- giving up and opening again -----------------------------------------------------------------------------------
+
+    def _retire(self, kind: str, reason: str, *, damaged: bool = False) -> None:
+        """Use this map no more; it is closed when the last transaction of this process has left it."""
+        self._blame(kind, reason)
+        with self._gate:
+            self._retired = True
+            self._damaged |= damaged
+            self._retry_at_s = self._clock()
+
+    def _dispose(self) -> None:
+        """Called with the gate held."""
+        if self._retired and self._num_inside == 0 and self._handle is not None:
+            handle, self._handle = self._handle, None
+            with contextlib.suppress(lmdb.Error, OSError):
+                self.medium.close(handle.env)
+
+    def reopen(self) -> bool:
+        """Bring a store that was given up, or whose size another process has changed, back into use; True if it works.
+
+        Tries again at most once a second. A damaged file is deleted, one that is merely gone is not created before its
+        directory is back.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return False
+        if "size" in self._faults:
+            return self.resize(0)
+        if self._handle is not None and not self._retired:
+            return True
+        if not self._reopening.acquire(blocking=False):
+            return False
+        try:
+            if self._handle is not None or self._clock() < self._retry_at_s:
+                return False
+            self._retry_at_s = self._clock() + RETRY_OPEN_S
+            if not self.directory.is_dir():
+                raise StorageError(f"{self.directory} is gone")
+            handle = self._open(create=not self.readonly)
+            with self._gate:
+                self._handle, self._retired = handle, False
+            self._faults.clear()
+            logger.warning("disk tier: %s is in use again", self.directory)
+            return True
+        except (StorageError, OSError) as error:
+            self._blame("files", str(error))
+            return False
+        finally:
+            self._reopening.release()
+
+    def resize(self, map_nbytes: int) -> bool:
+        """Set the map's size in bytes, 0 for what other processes made it; False if running transactions do not end soon."""
+        with self._gate:
+            if self._resizing or self._handle is None or self._retired:
+                return False
+            self._resizing = True
+            try:
+                if not self._gate.wait_for(lambda: self._num_inside == 0, RESIZE_WAIT_S) or self._handle is None:
+                    return False
+                self._handle.env.set_mapsize(map_nbytes)
+                self._wanted_map_nbytes = map_nbytes or self._wanted_map_nbytes
+                self._faults.pop("size", None)
+                return True
+            except (lmdb.Error, OSError) as error:
+                self._blame("size", f"{self.directory}: the map cannot be resized: {error}")
+                return False
+            finally:
+                self._resizing = False
+
+    def forget_dead_readers(self) -> None:
+        """Free the reader slots of processes that were killed; their views would keep old pages from being reused."""
+        with self._inside() as handle, self._blamed("read"):
+            handle.env.reader_check()
+
+    def close(self) -> None:
+        """Sync, then close once running transactions have ended (waits a second for them at most)."""
+        if not self.readonly:
+            self.sync()
+        with self._gate:
+            self._closed = self._retired = True
+            self._gate.wait_for(lambda: self._num_inside == 0, RESIZE_WAIT_S)
+            self._dispose()
+
+    # -- crash safety --------------------------------------------------------------------------------------------------
+
+    def _mark_unsynced(self) -> None:
+        """Called before a commit, with LMDB's write lock held: the marker is on the device before the data changes."""
+        self._unsynced = True
+        path = self.directory / UNSYNCED
+        if self._boot_id is None or path.exists():
+            return
+        # Renamed into place, so that a process killed in between leaves no marker without a boot id.
+        new = self.directory / UNSYNCED_NEW
+        with open(new, "w", encoding="ascii", opener=_private) as file:
+            file.write(self._boot_id)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+        _sync_directory(self.directory)
+
+    def sync(self) -> bool:
+        """Bring all commits to the device and take the marker away; True if the store is clean."""
+        if not self._unsynced:
+            return True
+        try:
+            with self._inside() as handle, self._blamed("sync"):
+                # Most of the work first, without the lock; then what others have committed meanwhile, with it.
+                self.medium.sync(handle.env)
+                txn = self._begin(handle, write=True)
+                try:
+                    self.medium.sync(handle.env)
+                    (self.directory / UNSYNCED).unlink(missing_ok=True)
+                    _sync_directory(self.directory)
+                    self._unsynced = False
+                finally:
+                    txn.abort()
+        except StorageError:
+            return False
+        return True
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def _open(self, *, create: bool) -> _Handle:
+        """Raises `StorageError`."""
+        try:
+            if create:
+                _make_private(self.directory)
+            elif not (self.directory / DATA).exists():
+                raise StorageError(f"{self.directory} holds no store")
+            with _opening(self.directory, create=create) as mark:
+                ours = mark.read(self.directory)
+                if create and ours and self._crashed():
+                    self._reset("the machine stopped before the store was synced")
+                if create and ours and self._damaged:
+                    self._reset("the file was damaged")
+                self._damaged = False
+                try:
+                    handle = self._open_files(create=create)
+                except _DAMAGED as error:
+                    if not create or not ours:
+                        raise StorageError(
+                            f"{self.directory / DATA} is not a store: {error}; choose another folder"
+                        ) from None
+                    self._reset(str(error))
+                    handle = self._open_files(create=create)
+                if create:
+                    mark.write()
+                return handle
+        except (lmdb.Error, OSError) as error:
+            raise StorageError(f"the store in {self.directory} cannot be opened: {error}") from None
+
+    def _open_files(self, *, create: bool) -> _Handle:
+        env = self.medium.open(
+            self.directory,
+            map_size=self._wanted_map_nbytes,
+            readonly=not create,
+            create=create,
+            mode=0o600,
+            max_dbs=len(DATABASES),
+            max_readers=MAX_READERS,
+            max_spare_txns=4,
+            sync=self._boot_id is None,
+            metasync=self._boot_id is None,
+            readahead=True,
+            meminit=True,
+        )
+        try:
+            psize, found = env.stat()["psize"], self.medium.stat(self.directory / DATA)
+            if found.st_size < (env.info()["last_pgno"] + 1) * psize:
+                raise lmdb.CorruptedError("the file is shorter than what it holds")
+            env.reader_check()
+            dbs = self._open_databases(env, psize, create=create)
+        except BaseException:
+            self.medium.close(env)
+            raise
+        self._unsynced = (self.directory / UNSYNCED).exists()
+        return _Handle(env, dbs, (found.st_dev, found.st_ino), psize, found.st_size)
+
+    def _open_databases(self, env: Any, psize: int, *, create: bool) -> dict[str, Any]:
+        """The sub-databases; created where the file is empty. Reads only where they exist, so that it waits for nobody."""
+        with env.begin() as txn:
+            if txn.stat()["entries"]:
+                try:
+                    dbs = {name: env.open_db(name.encode(), txn=txn, create=False) for name in DATABASES}
+                except lmdb.NotFoundError:
+                    raise StorageError(
+                        f"{self.directory} holds another program's LMDB file; choose another folder"
+                    ) from None
+                version = int.from_bytes(txn.get(FORMAT_KEY, b"", db=dbs["info"]), "little")
+                if version != FORMAT_VERSION:
+                    raise StorageError(
+                        f"{self.directory} holds a store of format {version}, this program reads format {FORMAT_VERSION}; "
+                        "choose another folder or delete that one"
+                    )
+                return dbs
+        if not create:
+            raise StorageError(f"{self.directory} holds no store")
+        self._mark_unsynced()
+        with env.begin(write=True) as txn:
+            dbs = {name: env.open_db(name.encode(), txn=txn) for name in DATABASES}
+            txn.put(FORMAT_KEY, FORMAT_VERSION.to_bytes(4, "little"), db=dbs["info"])
+            self._initialize(Txn(txn, dbs, psize))
+        return dbs
+
+    def _crashed(self) -> bool:
+        try:
+            left = (self.directory / UNSYNCED).read_text(encoding="ascii", errors="replace").strip()
+        except FileNotFoundError:
+            return False
+        return left != self._boot_id
+
+    def _reset(self, reason: str) -> None:
+        """Start empty. Other processes notice that the file is another one and follow."""
+        if (self.directory / DATA).exists():
+            self.num_resets += 1
+            logger.warning("disk tier: %s starts empty: %s", self.directory, reason)
+        for name in (DATA, LOCK, UNSYNCED, UNSYNCED_NEW):
+            (self.directory / name).unlink(missing_ok=True)
+
+
+def _make_private(directory: Path) -> None:
+    """Blocks encode prompts: the folder is for its owner only, unless it holds other things as well."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if set(os.listdir(directory)) <= _OWN_FILES and directory.stat().st_mode & 0o077:
+        directory.chmod(0o700)
+
+
+class _Mark:
+    """The content of the lock file: which format of ours lies in this folder."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+
+    def read(self, directory: Path) -> bool:
+        """Whether the folder holds a store of ours. Raises `StorageError` for one of another format."""
+        text = "" if self._fd is None else os.pread(self._fd, 64, 0).decode("ascii", "replace").strip()
+        if not text.startswith(_MARK):
+            return False
+        if text != f"{_MARK}{FORMAT_VERSION}":
+            raise StorageError(
+                f"{directory} holds a {text.removeprefix('tieredkv ')}, this program reads format {FORMAT_VERSION}; "
+                "choose another folder or delete that one"
+            )
+        return True
+
+    def write(self) -> None:
+        if self._fd is not None:
+            os.pwrite(self._fd, f"{_MARK}{FORMAT_VERSION}\n".encode(), 0)
+
+
+@contextlib.contextmanager
+def _opening(directory: Path, *, create: bool) -> Iterator[_Mark]:
+    """One process opens or resets the store at a time. Raises `StorageError` if another one takes too long."""
+    try:
+        fd = os.open(directory / OPEN_LOCK, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+    except OSError:
+        if create:
+            raise
+        yield _Mark(None)
+        return
+    try:
+        give_up_at_s = time.monotonic() + OPEN_WAIT_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up_at_s:
+                    raise StorageError(
+                        f"another process has been opening {directory} for {OPEN_WAIT_S:.0f} s"
+                    ) from None
+                time.sleep(0.002)
+        yield _Mark(fd)
+    finally:
+        os.close(fd)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

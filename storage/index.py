@@ -1,0 +1,290 @@
+"""What the rows of a store mean, and how they change together inside one transaction.
+
+    blocks   hash -> header + payload (record.py)
+    meta     hash -> Row: parent, root, namespace, depth, number of children, sizes, last use, priority, expiry, tokens
+    recency  b"\\x01" priority last-use hash -> empty     leaves that may be evicted, the first to go first
+             b"\\x00" expiry hash -> empty                those of them that expire, the soonest first
+    pins     hash -> number of pins
+    info     b"state" -> State (counters); b"format"; b"store" -> random id; b"namespace:" digest -> description
+
+A *leaf* is a block without resident children. Knows no payloads, no files and no threads.
+
+Invariants, after every method: a block's parent is resident (or it has depth 0); `recency` holds exactly the leaves
+without a pin; children, entries and bytes in `meta` and `state` are exact; the bytes never exceed the budget that
+`make_room` is called with. Last uses only grow, in the order of a clock kept in the store, so that a clock set back
+does not turn the order round.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from tieredkv.errors import InvariantError
+from tieredkv.storage.environment import Txn
+from tieredkv.storage.medium import Medium
+from tieredkv.storage.tier import NEVER
+
+STATE_KEY = b"state"
+STORE_ID_KEY = b"store"
+NAMESPACE_KEY = b"namespace:"
+_EXPIRING, _ORDINARY = b"\x00", b"\x01"
+_ROW = struct.Struct("<32s32s32sIIQQQQQQBB2x")
+_STATE = struct.Struct("<QQQQQQ")
+_PAGE_HEADER_NBYTES, _NODE_HEADER_NBYTES = 16, 8
+_HASH_NBYTES = 32
+MAX_EVICTIONS_PER_TXN = 4096
+
+
+@dataclass(slots=True)
+class Row:
+    """What is known of one resident block. Times in microseconds since the epoch; `cost_nbytes` is page-rounded."""
+
+    parent: bytes
+    root: bytes
+    namespace: bytes
+    depth: int
+    num_children: int
+    raw_nbytes: int
+    stored_nbytes: int
+    cost_nbytes: int
+    last_use_us: int
+    created_us: int
+    expires_us: int
+    priority: int
+    codec: int
+    token_ids: bytes
+
+    def pack(self) -> bytes:
+        return (
+            _ROW.pack(
+                self.parent,
+                self.root,
+                self.namespace,
+                self.depth,
+                self.num_children,
+                self.raw_nbytes,
+                self.stored_nbytes,
+                self.cost_nbytes,
+                self.last_use_us,
+                self.created_us,
+                self.expires_us,
+                self.priority,
+                self.codec,
+            )
+            + self.token_ids
+        )
+
+    @classmethod
+    def unpack(cls, value: memoryview | bytes) -> Row:
+        return cls(*(*_ROW.unpack_from(value), bytes(value[_ROW.size :])))
+
+    def recency_key(self, block_hash: bytes) -> bytes:
+        return _ORDINARY + bytes([self.priority]) + self.last_use_us.to_bytes(8, "big") + block_hash
+
+    def expiry_key(self, block_hash: bytes) -> bytes | None:
+        return None if self.expires_us == NEVER else _EXPIRING + self.expires_us.to_bytes(8, "big") + block_hash
+
+    def recency_keys(self, block_hash: bytes) -> list[bytes]:
+        """The rows in `recency` that a leaf without a pin has."""
+        expiry = self.expiry_key(block_hash)
+        return [self.recency_key(block_hash)] + ([] if expiry is None else [expiry])
+
+
+@dataclass(slots=True)
+class State:
+    """The store's counters: blocks, what they cost, what they hold, the store's clock, its capacity, tokens."""
+
+    num_blocks: int = 0
+    used_nbytes: int = 0
+    payload_nbytes: int = 0
+    clock_us: int = 0
+    capacity_nbytes: int = 0
+    num_tokens: int = 0
+
+    def pack(self) -> bytes:
+        return _STATE.pack(
+            self.num_blocks, self.used_nbytes, self.payload_nbytes, self.clock_us, self.capacity_nbytes, self.num_tokens
+        )
+
+    @classmethod
+    def unpack(cls, value: memoryview | bytes) -> State:
+        return cls(*_STATE.unpack(value))
+
+    def add(self, row: Row, sign: int) -> None:
+        self.num_blocks += sign
+        self.used_nbytes += sign * row.cost_nbytes
+        self.payload_nbytes += sign * row.raw_nbytes
+        self.num_tokens += sign * (len(row.token_ids) // 4)
+
+    def tick(self, now_us: int) -> int:
+        """A time later than every one before."""
+        self.clock_us = max(now_us, self.clock_us + 1)
+        return self.clock_us
+
+
+def record_cost(record_nbytes: int, num_token_bytes: int, psize: int) -> int:
+    """Bytes that a block takes in the file: its record in whole pages, plus twice its rows in the trees, whose pages are
+    about two thirds full.
+    """
+    pages = -(-(_PAGE_HEADER_NBYTES + record_nbytes) // psize)
+    rows = 4 * (_NODE_HEADER_NBYTES + _HASH_NBYTES) + 2 * 9 + _ROW.size + num_token_bytes
+    return pages * psize + 2 * rows
+
+
+class Index:
+    """The rows as one transaction sees them. Call `save` before the transaction ends if anything was changed."""
+
+    def __init__(self, txn: Txn, medium: Medium) -> None:
+        self._txn = txn.raw
+        self._dbs = txn.dbs
+        self._medium = medium
+        self.psize = txn.psize
+        value = medium.get(txn.raw, STATE_KEY, txn.dbs["info"])
+        if value is None:
+            raise InvariantError("a store without counters")
+        self.state = State.unpack(value)
+
+    def save(self) -> None:
+        self._put("info", STATE_KEY, self.state.pack())
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return self._get("blocks", block_hash) is not None
+
+    def row(self, block_hash: bytes) -> Row | None:
+        value = self._get("meta", block_hash)
+        return None if value is None else Row.unpack(value)
+
+    def num_pins(self, block_hash: bytes) -> int:
+        value = self._get("pins", block_hash)
+        return 0 if value is None else int.from_bytes(value, "little")
+
+    def descendants(self, block_hashes: Collection[bytes]) -> list[bytes]:
+        """These blocks and all that lie behind them, the deepest first. Walks all rows once where one has children."""
+        found = {h: row for h in block_hashes if (row := self.row(h)) is not None}
+        if any(row.num_children for row in found.values()):
+            roots = {row.root for row in found.values()}
+            related = []
+            for key, value in self._medium.scan(self._txn, self._dbs["meta"]):
+                if bytes(value[_HASH_NBYTES : 2 * _HASH_NBYTES]) in roots:
+                    related.append((key, Row.unpack(value)))
+            for key, row in sorted(related, key=lambda item: item[1].depth):
+                if row.parent in found:
+                    found[key] = row
+        return sorted(found, key=lambda h: -found[h].depth)
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def insert(self, block_hash: bytes, row: Row, record: memoryview) -> None:
+        """Add a block that is not resident. Its parent, unless it is the first, must be."""
+        if row.depth:
+            parent = self._require(row.parent)
+            if not parent.num_children:
+                self._drop_from_recency(row.parent, parent)
+            parent.num_children += 1
+            self._put("meta", row.parent, parent.pack())
+        self._put("blocks", block_hash, record)
+        self._put("meta", block_hash, row.pack())
+        self._add_to_recency(block_hash, row)
+        self.state.add(row, +1)
+
+    def remove(self, block_hash: bytes) -> None:
+        """Take a leaf away, pinned or not. A parent that becomes a leaf inherits the last use."""
+        row = self._require(block_hash)
+        if row.num_children:
+            raise InvariantError("a block with resident children cannot be removed")
+        self._drop_from_recency(block_hash, row)
+        self._delete("meta", block_hash)
+        self._delete("blocks", block_hash)
+        self._delete("pins", block_hash)
+        self.state.add(row, -1)
+        if row.depth:
+            parent = self._require(row.parent)
+            parent.num_children -= 1
+            parent.last_use_us = max(parent.last_use_us, row.last_use_us)
+            self._put("meta", row.parent, parent.pack())
+            if not parent.num_children and not self.num_pins(row.parent):
+                self._add_to_recency(row.parent, parent)
+
+    def make_room(self, budget_nbytes: int, protected: Collection[bytes], now_us: int) -> tuple[bool, int]:
+        """Evict until the blocks cost at most `budget_nbytes`; returns whether they do, and how many went."""
+        num_evicted = 0
+        while self.state.used_nbytes > budget_nbytes:
+            victim = self.victim(protected, now_us)
+            if victim is None or num_evicted >= MAX_EVICTIONS_PER_TXN:
+                return False, num_evicted
+            self.remove(victim)
+            num_evicted += 1
+        return True, num_evicted
+
+    def victim(self, protected: Collection[bytes], now_us: int) -> bytes | None:
+        """The leaf to evict next: expired ones first, then by priority, then by last use."""
+        due = _EXPIRING + now_us.to_bytes(8, "big") + b"\xff" * _HASH_NBYTES
+        for start, end in ((_EXPIRING, due), (_ORDINARY, b"\x02")):
+            key = self._medium.first_key(self._txn, self._dbs["recency"], start)
+            while key is not None and key < end:
+                block_hash = key[-_HASH_NBYTES:]
+                if block_hash not in protected:
+                    return block_hash
+                key = self._medium.first_key(self._txn, self._dbs["recency"], key + b"\x00")
+        return None
+
+    def touch(self, block_hash: bytes, now_us: int) -> None:
+        """Note that a block was used; nothing happens if it has gone."""
+        row = self.row(block_hash)
+        if row is None:
+            return
+        listed = not row.num_children and not self.num_pins(block_hash)
+        if listed:
+            self._drop_from_recency(block_hash, row)
+        row.last_use_us = self.state.tick(now_us)
+        self._put("meta", block_hash, row.pack())
+        if listed:
+            self._add_to_recency(block_hash, row)
+
+    def pin(self, block_hash: bytes, delta: int) -> int | None:
+        """Add or take a pin; returns the new count, or None if the block is not resident. Never below 0."""
+        row = self.row(block_hash)
+        if row is None:
+            return None
+        before = self.num_pins(block_hash)
+        after = max(before + delta, 0)
+        if after:
+            self._put("pins", block_hash, after.to_bytes(4, "little"))
+        else:
+            self._delete("pins", block_hash)
+        if not row.num_children and bool(before) != bool(after):
+            if after:
+                self._drop_from_recency(block_hash, row)
+            else:
+                self._add_to_recency(block_hash, row)
+        return after
+
+    def put_info(self, key: bytes, value: bytes) -> None:
+        self._put("info", key, value)
+
+    def _require(self, block_hash: bytes) -> Row:
+        row = self.row(block_hash)
+        if row is None:
+            raise InvariantError("a row that must be in the store is missing")
+        return row
+
+    def _add_to_recency(self, block_hash: bytes, row: Row) -> None:
+        for key in row.recency_keys(block_hash):
+            self._put("recency", key, b"")
+
+    def _drop_from_recency(self, block_hash: bytes, row: Row) -> None:
+        for key in row.recency_keys(block_hash):
+            self._delete("recency", key)
+
+    def _get(self, name: str, key: bytes) -> memoryview | None:
+        return self._medium.get(self._txn, key, self._dbs[name])
+
+    def _put(self, name: str, key: bytes, value: bytes | memoryview) -> None:
+        self._medium.put(self._txn, key, value, self._dbs[name])
+
+    def _delete(self, name: str, key: bytes) -> None:
+        self._medium.delete(self._txn, key, self._dbs[name])

@@ -1,0 +1,158 @@
+"""The bytes of one block on disk: a header and the stored payload. Pure functions over buffers; knows no files.
+
+    offset  size  field                                    offset  size  field
+         0     4  magic "TKVB"                                 24     8  stored length
+         4     2  format version                               32    32  namespace
+         6     1  codec                                        64    32  hash of this block
+         7     1  zero                                         96    32  hash of the block before it, or the root
+         8     4  depth (0 = first block of a chain)          128     8  XXH3-64 of the stored payload
+        12     4  zero                                        136     8  XXH3-64 of bytes 0 to 135
+        16     8  raw length                                  144     -  stored payload
+
+All numbers are little endian. A record names the block it belongs to, so one that lies under another's key is found
+out. XXH3 guards against accidents at the speed of memory (20 GB/s against 4 GB/s of CRC-32 where it was measured); it
+is no defence against someone who can write to the store's files.
+
+Invariant: nothing that a record says is believed before the header's checksum, and nothing of the payload reaches the
+caller as valid before the payload's checksum, has been compared.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import xxhash
+
+from tieredkv.errors import StorageError
+from tieredkv.hashing import HASH_NBYTES
+from tieredkv.storage.codec import RAW, Codec, decode
+
+MAGIC = b"TKVB"
+RECORD_VERSION = 1
+HEADER_NBYTES = 144
+
+_FIELDS = struct.Struct("<4sHBBIIQQ32s32s32sQ")
+_CHECKSUM = struct.Struct("<Q")
+_FIELDS_NBYTES = _FIELDS.size
+
+Copy = Callable[[memoryview, memoryview], None]
+"""`copy(source, target)`: both of one length."""
+
+
+class BadRecordError(StorageError):
+    """A record is not what its key says, or is damaged. The message names what disagrees."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The checked fields of a record."""
+
+    codec: int
+    depth: int
+    raw_nbytes: int
+    stored_nbytes: int
+    namespace: bytes
+    hash: bytes
+    parent: bytes
+    checksum: int
+
+
+def checksum(data: memoryview) -> int:
+    """XXH3-64 of `data`."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def max_record_nbytes(payload_nbytes: int, codec: Codec) -> int:
+    """Room that `encode_record` needs for a payload of this length."""
+    return HEADER_NBYTES + codec.max_stored_nbytes(payload_nbytes)
+
+
+def encode_record(
+    out: memoryview,
+    payload: memoryview,
+    *,
+    codec: Codec,
+    namespace: bytes,
+    block_hash: bytes,
+    parent: bytes,
+    depth: int,
+) -> int:
+    """Write header and stored payload into `out`; returns the record's length in bytes."""
+    if not len(namespace) == len(block_hash) == len(parent) == HASH_NBYTES:
+        raise StorageError("namespace, hash and parent are 32 bytes each")
+    kind, stored_nbytes = codec.encode(payload, out[HEADER_NBYTES:])
+    end = HEADER_NBYTES + stored_nbytes
+    fields = _FIELDS.pack(
+        MAGIC,
+        RECORD_VERSION,
+        kind,
+        0,
+        depth,
+        0,
+        payload.nbytes,
+        stored_nbytes,
+        namespace,
+        block_hash,
+        parent,
+        checksum(out[HEADER_NBYTES:end]),
+    )
+    out[:HEADER_NBYTES] = fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
+    return end
+
+
+def parse_header(record: memoryview, block_hash: bytes, namespace: bytes | None = None) -> Header:
+    """The header of a record found under `block_hash`, compared with all that the caller knows.
+
+    Raises `BadRecordError`. The payload is not looked at.
+    """
+    if record.nbytes < HEADER_NBYTES:
+        raise BadRecordError(f"record of {record.nbytes} bytes is shorter than a header")
+    fields = bytes(record[:_FIELDS_NBYTES])
+    (expected,) = _CHECKSUM.unpack(record[_FIELDS_NBYTES:HEADER_NBYTES])
+    if xxhash.xxh3_64_intdigest(fields) != expected:
+        raise BadRecordError("header checksum differs")
+    magic, version, codec, zero, depth, zeros, raw, stored, space, name, parent, digest = _FIELDS.unpack(fields)
+    if magic != MAGIC or version != RECORD_VERSION or zero or zeros:
+        raise BadRecordError(f"not a record of version {RECORD_VERSION}")
+    if name != block_hash:
+        raise BadRecordError("record belongs to another block")
+    if namespace is not None and space != namespace:
+        raise BadRecordError("record belongs to another namespace")
+    if HEADER_NBYTES + stored != record.nbytes:
+        raise BadRecordError(f"record holds {record.nbytes - HEADER_NBYTES} of {stored} stored bytes")
+    return Header(codec, depth, raw, stored, space, name, parent, digest)
+
+
+def decode_record(record: memoryview, target: memoryview, block_hash: bytes, namespace: bytes, copy: Copy) -> Header:
+    """Check a record and fill `target` (the raw length exactly) with its payload.
+
+    An uncompressed payload is checked after the copy, where it lies from then on, so the copy is covered too. Raises
+    `BadRecordError`; `target` is then undefined.
+    """
+    header = parse_header(record, block_hash, namespace)
+    if header.raw_nbytes != target.nbytes:
+        raise BadRecordError(f"block of {header.raw_nbytes} bytes where {target.nbytes} were expected")
+    stored = record[HEADER_NBYTES:]
+    if header.codec == RAW:
+        if header.stored_nbytes != header.raw_nbytes:
+            raise BadRecordError("uncompressed record with two lengths")
+        copy(stored, target)
+        stored = target
+    if checksum(stored) != header.checksum:
+        raise BadRecordError("payload checksum differs")
+    if header.codec != RAW:
+        try:
+            decode(header.codec, stored, target)
+        except ValueError as error:
+            raise BadRecordError(f"payload does not decode: {error}") from None
+    return header
+
+
+def check_record(record: memoryview, block_hash: bytes) -> Header:
+    """Check header and payload checksum without decoding. Raises `BadRecordError`."""
+    header = parse_header(record, block_hash)
+    if checksum(record[HEADER_NBYTES:]) != header.checksum:
+        raise BadRecordError("payload checksum differs")
+    return header
