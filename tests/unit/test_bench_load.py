@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bench_serving import FIGURES, Contender, as_text, collect
-from benchmarks.load import CHAT, Cut, LoadError, StreamResult, request_stream, run_load
+from benchmarks.client import CHAT, Cut, LoadError, StreamResult, request_stream
+from benchmarks.figures import FIGURES, Contender, as_text, collect
+from benchmarks.load import run_load
 from benchmarks.servers import Server, ServerError, http_get
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
