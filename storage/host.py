@@ -34,6 +34,7 @@ class HostArena:
 
     A staging arena has `staging_slots` slots and keeps nothing: a block is gone with its last lease. It is what lets
     blocks pass between device and disk when the host tier is off. `clock_us` is the wall clock that expiries refer to.
+    `on_evict(hash)` is called after a READY block has gone without anyone having asked for it.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class HostArena:
         num_slots = capacity_nbytes // self.slot_nbytes
         self.keeps = num_slots >= staging_slots
         self.num_slots = num_slots if self.keeps else staging_slots
+        self.on_evict: Callable[[bytes], None] = lambda block_hash: None
         self._clock_us = clock_us
         self._memory: Memory = allocate(self.num_slots * self.slot_nbytes, self.slot_nbytes)
         self._slots = [Slot(i) for i in range(self.num_slots)]
@@ -162,7 +164,7 @@ class HostArena:
                 self._num_refused += 1
                 return None
             self._num_evictions += 1
-            self._forget(victim)
+            self._evict(victim)
         slot = self._slots[self._free_ids.pop()]
         slot.state, slot.hash, slot.parent, slot.depth = SlotState.WRITING, block_hash, parent, depth
         slot.priority, slot.expires_us, slot.forgotten = priority, expires_us, False
@@ -217,9 +219,14 @@ class HostArena:
         if slot.forgotten:
             self._free(slot)
         elif not self.keeps:
-            self._forget(slot)
+            self._evict(slot)
         else:
             self._queue.offer(slot)
+
+    def _evict(self, slot: Slot) -> None:
+        block_hash = slot.hash
+        self._forget(slot)
+        self.on_evict(block_hash)
 
     def _forget(self, slot: Slot) -> None:
         """From READY to FREE, by way of the last lease if there is one."""

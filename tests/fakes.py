@@ -78,11 +78,14 @@ def make_core(
     max_model_len: int = 256,
     clock=None,
     namespace: bytes = b"n" * 32,
+    make_tiers=None,
+    on_runner=lambda runner: None,
     **settings,
 ) -> tuple[EngineCore, FakeRunner]:
     defaults = {"block_size": block_size, "max_num_batched_tokens": 64, "max_num_seqs": 8}
     config = Config.load(defaults | settings)
     runner = FakeRunner(num_blocks, block_size)
+    on_runner(runner)
     core = EngineCore(
         runner,
         config,
@@ -91,6 +94,7 @@ def make_core(
         vocab_size=VOCAB_SIZE,
         metrics=EngineMetrics("fake"),
         clock=clock or ManualClock(),
+        make_tiers=make_tiers,
     )
     return core, runner
 

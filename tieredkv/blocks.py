@@ -3,8 +3,10 @@
 A block is in exactly one state:
 
     null        block 0, never handed out; padding writes land there
-    referenced  ref_count > 0, not on the free list; findable once committed
-    free        ref_count = 0, on the free list; still findable while it has a hash
+    referenced  ref_count > 0, not on a free list; findable once committed
+    free        ref_count = 0, on a free list; still findable while it has a hash
+
+Who only reads a block, to copy it, *holds* it: the block leaves its list but a placeholder keeps its turn.
 
 Free blocks lie on two intrusive doubly linked lists: those without a hash, which go first, and the findable ones, least
 recently used first. Releasing a chain puts its tail before its head, so that a prefix shrinks from its end and never
@@ -16,10 +18,13 @@ Invariants: free + referenced + null == total; a hash names at most one block, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from tieredkv.errors import InvariantError
 
 NULL_BLOCK = 0
+# Id of list entries that are no blocks.
+_PLACEHOLDER = -1
 
 
 class Block:
@@ -39,13 +44,21 @@ class Block:
         return f"Block({self.id}, refs={self.ref_count}, hash={name})"
 
 
+@dataclass(slots=True)
+class Hold:
+    """A reader's ownership of one block; `place` keeps the block's turn if it was free."""
+
+    block: Block
+    place: Block | None
+
+
 class FreeList:
     """Doubly linked list through the blocks themselves: removal of any block in O(1), no allocation. Head goes first."""
 
     __slots__ = ("_head", "_tail", "count")
 
     def __init__(self) -> None:
-        self._head, self._tail = Block(-1), Block(-1)
+        self._head, self._tail = Block(_PLACEHOLDER), Block(_PLACEHOLDER)
         self._head.next, self._tail.prev = self._tail, self._head
         self.count = 0
 
@@ -53,7 +66,8 @@ class FreeList:
         block = self._head.next
         while block is not None and block is not self._tail:
             following = block.next
-            yield block
+            if block.id > _PLACEHOLDER:
+                yield block
             block = following
 
     def push_last(self, block: Block) -> None:
@@ -63,11 +77,25 @@ class FreeList:
         self._insert(block, after=self._head)
 
     def pop_first(self) -> Block:
-        block = self._head.next
-        if block is None or block is self._tail:
-            raise InvariantError("the free list is empty")
+        for block in self:
+            self.remove(block)
+            return block
+        raise InvariantError("the free list is empty")
+
+    def leave_place(self, block: Block) -> Block:
+        """Take a block out and leave a placeholder where it was."""
+        place = Block(_PLACEHOLDER)
+        self._insert(place, after=block.prev)
         self.remove(block)
-        return block
+        return place
+
+    def take_place(self, block: Block, place: Block) -> None:
+        """Put a block where its placeholder is."""
+        self._insert(block, after=place.prev)
+        self.drop_place(place)
+
+    def drop_place(self, place: Block) -> None:
+        self.remove(place)
 
     def remove(self, block: Block) -> None:
         before, behind = block.prev, block.next
@@ -75,7 +103,7 @@ class FreeList:
             raise InvariantError(f"{block} is not on the free list")
         before.next, behind.prev = behind, before
         block.prev = block.next = None
-        self.count -= 1
+        self.count -= block.id > _PLACEHOLDER
 
     def _insert(self, block: Block, after: Block | None) -> None:
         if block.prev is not None or block.next is not None or after is None or after.next is None:
@@ -83,12 +111,12 @@ class FreeList:
         behind = after.next
         block.prev, block.next = after, behind
         after.next = behind.prev = block
-        self.count += 1
+        self.count += block.id > _PLACEHOLDER
 
 
 class BlockPool:
-    """The blocks of one device. `on_evict(hash, block_id)` is called just before a committed block loses its hash to
-    reuse; its bytes are still intact then.
+    """The blocks of one device. `on_evict(hash, block_id)`, if set, is called just before a committed block loses its hash
+    to reuse; its bytes are still intact then.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[bytes, int], None] | None = None) -> None:
@@ -100,7 +128,7 @@ class BlockPool:
         self._findable = FreeList()
         for block in self._blocks[1:]:
             self._plain.push_last(block)
-        self._on_evict = on_evict
+        self.on_evict = on_evict
         self.num_evicted = 0
 
     @property
@@ -116,6 +144,11 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks that `take` can hand out now; many of them are still findable."""
         return self._plain.count + self._findable.count
+
+    @property
+    def num_findable_free(self) -> int:
+        """Those of `num_free` that are still findable."""
+        return self._findable.count
 
     @property
     def num_committed(self) -> int:
@@ -155,8 +188,8 @@ class BlockPool:
         for _ in range(count):
             block = (self._plain if self._plain.count else self._findable).pop_first()
             if block.hash is not None:
-                if self._on_evict is not None:
-                    self._on_evict(block.hash, block.id)
+                if self.on_evict is not None:
+                    self.on_evict(block.hash, block.id)
                 self.num_evicted += 1
                 self._drop_hash(block)
             block.ref_count = 1
@@ -170,14 +203,31 @@ class BlockPool:
             if block.ref_count == 0:
                 self._list_of(block).push_last(block)
 
-    def release_cold(self, block_ids: Sequence[int]) -> None:
-        """Like `release`, but what becomes free goes back to the cold end, the first of `block_ids` coldest: for an owner
-        that only read the blocks, without anyone having used them.
-        """
-        for block_id in reversed(block_ids):
-            block = self._drop_owner(block_id)
-            if block.ref_count == 0:
-                self._list_of(block).push_first(block)
+    def hold(self, block_ids: Sequence[int]) -> list[Hold]:
+        """Own blocks in order to read them, without counting that as use: see `end_hold`."""
+        holds = []
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            free = block.ref_count == 0
+            if block_id == NULL_BLOCK or (free and block.hash is None):
+                raise InvariantError(f"{block} holds nothing to read")
+            holds.append(Hold(block, self._findable.leave_place(block) if free else None))
+            block.ref_count += 1
+        return holds
+
+    def end_hold(self, holds: Sequence[Hold]) -> None:
+        """Give held blocks back. What nobody used meanwhile goes back to its old place in the order of eviction."""
+        for hold in holds:
+            block = self._drop_owner(hold.block.id)
+            if block.ref_count:
+                if hold.place is not None:
+                    self._findable.drop_place(hold.place)
+            elif hold.place is not None and block.hash is not None:
+                self._findable.take_place(block, hold.place)
+            else:
+                if hold.place is not None:
+                    self._findable.drop_place(hold.place)
+                self._list_of(block).push_last(block)
 
     def coldest(self) -> Iterator[int]:
         """Ids of free, findable blocks in the order in which they will be reused. Do not change the pool meanwhile."""

@@ -2,8 +2,10 @@
 
 Life of a sequence's blocks:
 
-    match     (pure)  walk the hash chain, count what is resident
+    prepare           ask the disk how much of the sequence it holds; make what matches the last to be evicted
+    match     (pure)  walk the hash chain, see in which tier each block lies
     allocate          claim the hits first, then take the rest; all or nothing
+    restore           bring hits of the lower tiers up, in the background
     grow              room for more tokens of a running sequence
     commit            full, computed blocks become findable, at once, also decoded ones
     release           give the blocks back, tail first; they stay findable until they are reused
@@ -18,24 +20,40 @@ device + host + disk + computed == prompt tokens; a committed block holds what i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 
-from tieredkv.blocks import BlockPool
+from tieredkv.blocks import NULL_BLOCK, BlockPool
 from tieredkv.errors import InvariantError
 from tieredkv.sequence import Sequence
-from tieredkv.types import TokenSources
+from tieredkv.tier_faces import BlockInfo
+from tieredkv.tiers import Tiers
+from tieredkv.types import Tier, TokenSources
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest resident prefix of a sequence: device block ids, head first."""
+    """The longest resident prefix of a sequence, head first: where each block lies, and its id where that is the device
+    (the null block elsewhere).
+    """
 
     block_ids: tuple[int, ...] = ()
+    tiers: tuple[Tier, ...] = ()
 
     @property
     def num_blocks(self) -> int:
         return len(self.block_ids)
+
+    @property
+    def num_ready(self) -> int:
+        """Leading blocks that are on the device already."""
+        return next((i for i, tier in enumerate(self.tiers) if tier is not Tier.DEVICE), len(self.tiers))
+
+    @property
+    def device_ids(self) -> list[int]:
+        return [block_id for block_id in self.block_ids if block_id != NULL_BLOCK]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,33 +67,74 @@ class Cleared:
 class CacheManager:
     """The prefix cache over one device pool. Used by the engine thread alone."""
 
-    def __init__(self, pool: BlockPool, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        tiers: Tiers | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.pool = pool
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.tiers = tiers if enable_prefix_caching else None
+        self._clock = clock
         self._computing: dict[bytes, Sequence] = {}
+        self._restoring: dict[int, Sequence] = {}
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def usable_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Hashes of the blocks that a hit can cover: at most `num_tokens - 1` tokens, as the last one's logits are needed."""
+        return sequence.full_block_hashes(self.block_size)[: (sequence.num_tokens - 1) // self.block_size]
+
+    def prepare(self, sequence: Sequence) -> None:
+        """A sequence begins to wait: ask the disk about it, and count what it will use as used now, in every tier, so that it
+        is still there when its turn comes.
+        """
+        if not self.enable_prefix_caching:
+            return
+        hashes = self.usable_hashes(sequence)
+        present = [block_id for block_id in map(self.pool.find, hashes) if block_id is not None]
+        for block_id in present:
+            self.pool.acquire(block_id)
+        self.pool.release(present)
+        if self.tiers is not None:
+            sequence.lookup = self.tiers.look_up(hashes)
+
+    def is_looking_up(self, sequence: Sequence) -> bool:
+        return sequence.lookup is not None and sequence.lookup.is_pending(self._clock())
+
     def match(self, sequence: Sequence) -> Match:
-        """The resident prefix of `sequence`, at most `num_tokens - 1` tokens of it: the last token's logits are needed."""
+        """The resident prefix of `sequence`, as far as bringing it up is worth it."""
         if not self.enable_prefix_caching:
             return Match()
-        usable = (sequence.num_tokens - 1) // self.block_size
-        found = []
-        for block_hash in sequence.full_block_hashes(self.block_size)[:usable]:
+        hashes = self.usable_hashes(sequence)
+        found: list[int] = []
+        for block_hash in hashes:
             block_id = self.pool.find(block_hash)
             if block_id is None:
                 break
             found.append(block_id)
-        return Match(tuple(found))
+        tiers = [Tier.DEVICE] * len(found)
+        if self.tiers is not None and len(found) < len(hashes):
+            length = sequence.lookup.length or 0 if sequence.lookup is not None else 0
+            below = self.tiers.locate(hashes, len(found), length)
+            for block_hash, tier in zip(hashes[len(found) :], below, strict=False):
+                found.append((self.pool.find(block_hash) or NULL_BLOCK) if tier is Tier.DEVICE else NULL_BLOCK)
+            tiers += below
+        return Match(tuple(found), tuple(tiers))
 
     def next_block_in_progress(self, sequence: Sequence, match: Match) -> bytes | None:
-        """The hash of the first block after `match`, if another sequence computes it now and `sequence` could use it."""
-        if not self.enable_prefix_caching or match.num_blocks >= (sequence.num_tokens - 1) // self.block_size:
+        """The hash of the first block that is not on the device, if another sequence computes or restores it now."""
+        hashes = self.usable_hashes(sequence) if self.enable_prefix_caching else []
+        # What another sequence restores or computes is worth more than restoring it a second time.
+        if match.num_ready >= len(hashes):
             return None
-        block_hash = sequence.full_block_hashes(self.block_size)[match.num_blocks]
+        block_hash = hashes[match.num_ready]
         return block_hash if self.is_computing(block_hash) else None
 
     def is_computing(self, block_hash: bytes) -> bool:
@@ -83,8 +142,9 @@ class CacheManager:
 
     def can_allocate(self, match: Match, num_tokens: int, reserve: int = 0) -> bool:
         """Whether blocks for `num_tokens` are there, and `reserve` more would stay free. Changes nothing."""
-        resurrected = sum(self.pool.is_free(b) for b in match.block_ids)
-        return self.blocks_for(num_tokens) - match.num_blocks + reserve <= self.pool.num_free - resurrected
+        hits = match.device_ids
+        resurrected = sum(map(self.pool.is_free, hits))
+        return self.blocks_for(num_tokens) - len(hits) + reserve <= self.pool.num_free - resurrected
 
     def allocate(self, sequence: Sequence, match: Match, reserve: int = 0) -> bool:
         """Give `sequence` blocks for all its tokens, or change nothing and return False.
@@ -95,19 +155,75 @@ class CacheManager:
             raise InvariantError(f"{sequence} has blocks already")
         if not self.can_allocate(match, sequence.num_tokens, reserve):
             return False
-        for block_id in match.block_ids:
+        hits = match.device_ids
+        for block_id in hits:
             self.pool.acquire(block_id)
-        sequence.block_ids.extend(match.block_ids)
-        sequence.block_ids.extend(self.pool.take(self.blocks_for(sequence.num_tokens) - match.num_blocks))
-        sequence.num_computed = match.num_blocks * self.block_size
-        sequence.num_committed_blocks = match.num_blocks
-        if sequence.sources is None:
-            hit = sequence.num_computed
-            sequence.sources = TokenSources(device=hit, computed=sequence.num_prompt_tokens - hit)
+        taken = iter(self.pool.take(self.blocks_for(sequence.num_tokens) - len(hits)))
+        sequence.block_ids.extend(next(taken) if block_id == NULL_BLOCK else block_id for block_id in match.block_ids)
+        sequence.block_ids.extend(taken)
+        sequence.num_computed = match.num_ready * self.block_size
+        sequence.num_committed_blocks = match.num_ready
+        if match.num_ready == match.num_blocks:
+            self._count_sources(sequence, match.tiers)
         if self.enable_prefix_caching:
-            for block_hash in sequence.full_block_hashes(self.block_size)[match.num_blocks :]:
+            for block_hash in sequence.full_block_hashes(self.block_size)[match.num_ready :]:
                 self._computing.setdefault(block_hash, sequence)
         return True
+
+    def start_restore(self, sequence: Sequence, match: Match) -> bool:
+        """Start to bring up the blocks of an admitted sequence that lie below the device; False if there are none."""
+        if self.tiers is None or match.num_ready == match.num_blocks:
+            return False
+        first = match.num_ready
+        blocks = [
+            (self._info(sequence, i), sequence.block_ids[i], match.tiers[i]) for i in range(first, match.num_blocks)
+        ]
+        sequence.restore = self.tiers.restore(blocks)
+        self._restoring[id(sequence.restore)] = sequence
+        return True
+
+    def poll(self) -> list[Sequence]:
+        """Move the lower tiers along; returns the sequences whose restore is finished, with what it brought committed."""
+        resumed = []
+        for restore in self.tiers.poll() if self.tiers is not None else ():
+            sequence = self._restoring.pop(id(restore))
+            sequence.restore = None
+            first = sequence.num_committed_blocks
+            usable = restore.num_usable
+            tiers = [Tier.DEVICE] * first + [item.tier for item in restore.items[:usable]]
+            sequence.num_computed = (first + usable) * self.block_size
+            self.commit(sequence, tiers)
+            self._count_sources(sequence, tiers)
+            resumed.append(sequence)
+        return resumed
+
+    def _count_sources(self, sequence: Sequence, tiers: Iterable[Tier]) -> None:
+        """Once per request: where its prompt's tokens come from. What a preempted sequence finds again is not counted."""
+        if sequence.sources is None:
+            counts = dict.fromkeys(Tier, 0)
+            for tier in tiers:
+                counts[tier] += self.block_size
+            sequence.sources = TokenSources(
+                device=counts[Tier.DEVICE],
+                host=counts[Tier.HOST],
+                disk=counts[Tier.DISK],
+                computed=sequence.num_prompt_tokens - sum(counts.values()),
+            )
+
+    def _info(self, sequence: Sequence, index: int) -> BlockInfo:
+        hashes = sequence.full_block_hashes(self.block_size)
+        tokens = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
+        return BlockInfo(
+            hash=hashes[index],
+            parent=hashes[index - 1] if index else sequence.root_hash,
+            depth=index,
+            token_ids=tuple(tokens),
+        )
+
+    @property
+    def has_blocks_in_flight(self) -> bool:
+        """Whether copies hold blocks that no sequence owns any more, perhaps."""
+        return self.tiers is not None and bool(self.tiers.blocks_in_flight())
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make sure that the blocks of a running sequence cover `num_tokens`, or change nothing and return False."""
@@ -118,9 +234,9 @@ class CacheManager:
             sequence.block_ids.extend(self.pool.take(missing))
         return True
 
-    def commit(self, sequence: Sequence) -> None:
+    def commit(self, sequence: Sequence, tiers: Sequence_[Tier] | None = None) -> None:
         """Make the blocks that `num_computed` covers findable. Where another sequence was first with the same block, adopt
-        that one, so that a chain of hashes is also a chain of owners.
+        that one, so that a chain of hashes is also a chain of owners. `tiers` tells where restored blocks came from.
         """
         if not self.enable_prefix_caching:
             return
@@ -131,6 +247,10 @@ class CacheManager:
         for i in range(sequence.num_committed_blocks, num_full):
             own = sequence.block_ids[i]
             holder = self.pool.commit(own, hashes[i])
+            if self.tiers is not None and holder == own:
+                self.tiers.spiller.resident(
+                    self._info(sequence, i), on_disk=tiers is not None and tiers[i] is Tier.DISK
+                )
             if holder != own:
                 self.pool.acquire(holder)
                 self.pool.release([own])
@@ -141,6 +261,10 @@ class CacheManager:
 
     def release(self, sequence: Sequence) -> None:
         """Give all blocks back. The sequence can be allocated again and then finds what is still resident."""
+        if sequence.restore is not None and self.tiers is not None:
+            self.tiers.cancel(sequence.restore)
+            del self._restoring[id(sequence.restore)]
+            sequence.restore = None
         if self.enable_prefix_caching and len(sequence.block_ids):
             for block_hash in sequence.block_hashes[sequence.num_committed_blocks :]:
                 if self._computing.get(block_hash) is sequence:
@@ -151,13 +275,19 @@ class CacheManager:
         sequence.num_committed_blocks = 0
 
     def clear(self) -> Cleared:
-        """Forget all blocks that nobody uses."""
-        return Cleared(*self.pool.clear())
+        """Forget all device blocks that nobody uses."""
+        cleared = Cleared(*self.pool.clear())
+        if self.tiers is not None:
+            self.tiers.forget_gone()
+        return cleared
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Recount with `sequences` being all that own blocks. Raises `InvariantError`."""
         sequences = list(sequences)
-        self.pool.check_integrity(b for s in sequences for b in s.block_ids)
+        owned = [b for s in sequences for b in s.block_ids]
+        if self.tiers is not None:
+            owned += self.tiers.blocks_in_flight()
+        self.pool.check_integrity(owned)
         for sequence in sequences:
             hashes = sequence.full_block_hashes(self.block_size)
             for i in range(sequence.num_committed_blocks):
@@ -166,3 +296,5 @@ class CacheManager:
         strangers = set(map(id, self._computing.values())) - set(map(id, sequences))
         if strangers:
             raise InvariantError("blocks are registered as being computed by sequences that own none")
+        if {id(s) for s in self._restoring.values()} != {id(s) for s in sequences if s.restore is not None}:
+            raise InvariantError("the restores and the sequences that wait for them disagree")

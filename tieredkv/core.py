@@ -1,6 +1,7 @@
 """One step of the engine, and nothing else: synchronous, deterministic, the only place that orders the phases.
 
-    schedule -> lay out the batch -> run and sample -> commit full blocks -> append tokens -> finish -> outputs
+    poll tiers -> schedule -> lay out the batch -> run and sample -> commit full blocks -> append tokens -> finish
+               -> start spills -> outputs
 
 Knows no threads, no HTTP, no text. The runner is a Protocol, so that everything but the numbers is tested without a model.
 
@@ -11,6 +12,7 @@ scheduler owns no block; a step that fails ends its requests with an error, free
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -24,6 +26,7 @@ from tieredkv.errors import InvariantError, RequestError
 from tieredkv.metrics import EngineMetrics
 from tieredkv.scheduler import Scheduler
 from tieredkv.sequence import ScheduledSequence, Sequence, SequenceStatus
+from tieredkv.tiers import Tiers
 from tieredkv.types import EngineOutput, EngineRequest, FinishReason, TokenSources
 
 logger = logging.getLogger(__name__)
@@ -54,6 +57,7 @@ class EngineCore:
         vocab_size: int,
         metrics: EngineMetrics,
         clock: Callable[[], float] = time.monotonic,
+        make_tiers: Callable[[BlockPool], Tiers] | None = None,
     ) -> None:
         self.block_size = config.cache.block_size
         self.max_model_len = max_model_len
@@ -65,10 +69,21 @@ class EngineCore:
         self.pool = BlockPool(runner.num_blocks)
         if self.pool.num_usable * self.block_size < max_model_len:
             raise InvariantError(f"{self.pool.num_usable} blocks cannot hold one sequence of {max_model_len} tokens")
-        self.cache = CacheManager(self.pool, self.block_size, enable_prefix_caching=config.cache.enable_prefix_caching)
+        self.tiers = make_tiers(self.pool) if make_tiers is not None else None
+        self.cache = CacheManager(
+            self.pool,
+            self.block_size,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            tiers=self.tiers,
+            clock=clock,
+        )
         self.scheduler = Scheduler(self.cache, config.scheduler, clock)
         self._sequences: dict[str, Sequence] = {}
         self._outputs: list[EngineOutput] = []
+        # Set from any thread when something that `step` polls has happened.
+        self.wakeup = threading.Event()
+        # Whether the last step had nothing to compute because all requests wait for the tiers.
+        self.is_stalled = False
 
     @property
     def has_work(self) -> bool:
@@ -125,22 +140,48 @@ class EngineCore:
         num_preempted, num_evicted = self.scheduler.num_preemptions, self.pool.num_evicted
         parts: list[ScheduledSequence] = []
         try:
+            for sequence in self.cache.poll():
+                self.scheduler.resume(sequence)
             parts = self.scheduler.schedule()
             if parts:
                 self._report_admissions(parts)
                 self._compute(parts)
         except Exception as error:
             self._fail(parts, error)
+        self.is_stalled = not parts
         if parts:
+            num_tokens = sum(part.num_new for part in parts)
+            seconds = self._clock() - began_s
             self.metrics.step(
-                self._clock() - began_s,
-                sum(part.num_new for part in parts),
+                seconds,
+                num_tokens,
                 self.scheduler.num_preemptions - num_preempted,
                 self.pool.num_evicted - num_evicted,
             )
+            if self.tiers is not None:
+                self.tiers.gate.measure_step(num_tokens, seconds)
+                self.tiers.work_ahead()
         self._report_gauges()
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def work_idle(self) -> bool:
+        """With no request to serve, save what a restart would lose. True while there is more to do or to wait for."""
+        if self.tiers is None or self.has_work:
+            return False
+        self.cache.poll()
+        busy = self.tiers.work_idle()
+        self._report_gauges()
+        return busy
+
+    def flush(self, timeout_s: float) -> bool:
+        """Save all blocks that no lower tier is certain to keep; False if `timeout_s` seconds were not enough."""
+
+        def wait(seconds: float) -> None:
+            self.wakeup.wait(seconds)
+            self.wakeup.clear()
+
+        return self.tiers is None or self.tiers.flush(timeout_s, wait)
 
     def clear(self) -> Cleared:
         """Forget every cached block that no request uses."""
@@ -148,7 +189,7 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         """Recount blocks, owners and hashes. Raises `InvariantError`."""
-        self.cache.check_integrity(self.scheduler.running)
+        self.cache.check_integrity([*self.scheduler.running, *self.scheduler.restoring])
         queued = list(self.scheduler)
         if len({id(s) for s in queued}) != len(queued) or set(map(id, queued)) != set(
             map(id, self._sequences.values())

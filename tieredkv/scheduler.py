@@ -6,11 +6,14 @@ in parts. All blocks for the known tokens are claimed at admission, so only a de
 sequence that was admitted last is preempted: it gives its blocks back, waits at the head of the queue, and resumes
 through whatever of them is still resident.
 
-Single flight: a waiting sequence whose next block is being computed by a running one is passed over until that block is
-committed, the other one is gone, or the time is up.
+A sequence whose prefix lies in a lower tier is admitted like any other, but waits in `restoring` until its blocks are up,
+while everybody else goes on. A restore that holds the last blocks is given up before a running sequence is preempted.
 
-Invariants: the first waiting sequence is admitted whenever nothing runs; no sequence is in two queues; the parts of a
-step are decodes first and add up to at most the budget.
+Single flight: a waiting sequence whose next block is being computed or restored by another one is passed over until that
+block is committed, the other one is gone, or the time is up.
+
+Invariants: the first waiting sequence is admitted whenever nothing else holds blocks; no sequence is in two queues; the
+parts of a step are decodes first and add up to at most the budget.
 """
 
 from __future__ import annotations
@@ -32,23 +35,31 @@ class Scheduler:
         self._config = config
         self._clock = clock
         self.waiting: deque[Sequence] = deque()
+        self.restoring: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self.running
+        yield from self.restoring
         yield from self.waiting
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.running or self.restoring or self.waiting)
 
     def add(self, sequence: Sequence) -> None:
+        self._cache.prepare(sequence)
         self.waiting.append(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """The blocks that a sequence waited for are up, or as many of them as there will be."""
+        self.restoring.remove(sequence)
+        self._run(sequence)
 
     def remove(self, sequence: Sequence, status: SequenceStatus) -> None:
         """Take a finished or aborted sequence out and free its blocks."""
-        (self.running if sequence.status is SequenceStatus.RUNNING else self.waiting).remove(sequence)
+        self._queue_of(sequence).remove(sequence)
         self._cache.release(sequence)
         sequence.status = status
 
@@ -62,10 +73,8 @@ class Scheduler:
             if sequence.status is not SequenceStatus.RUNNING or sequence.num_tokens - sequence.num_computed != 1:
                 continue
             while not self._cache.grow(sequence, sequence.num_tokens):
-                victim = self.running[-1]
-                self._preempt(victim)
                 preempted = True
-                if victim is sequence:
+                if self._preempt() is sequence:
                     break
             if sequence.status is SequenceStatus.RUNNING:
                 parts.append(ScheduledSequence(sequence, sequence.num_computed, 1))
@@ -83,9 +92,9 @@ class Scheduler:
 
     def _admit(self, parts: list[ScheduledSequence], budget: int) -> None:
         passed_over: list[Sequence] = []
-        while self.waiting and budget > 0 and len(self.running) < self._config.max_num_seqs:
+        while self.waiting and budget > 0 and len(self.running) + len(self.restoring) < self._config.max_num_seqs:
             sequence = self.waiting.popleft()
-            if self._must_wait(sequence):
+            if self._must_wait(sequence) or self._cache.is_looking_up(sequence):
                 passed_over.append(sequence)
                 continue
             match = self._cache.match(sequence)
@@ -94,16 +103,20 @@ class Scheduler:
                 passed_over.append(sequence)
                 continue
             # A spare block for everyone who runs: admitting into the last one would only cause a preemption.
-            if not self._cache.allocate(sequence, match, reserve=len(self.running)):
+            holders = len(self.running) + len(self.restoring)
+            if not self._cache.allocate(sequence, match, reserve=holders):
                 self.waiting.appendleft(sequence)
-                if not self.running:
-                    raise InvariantError(f"{sequence} cannot be admitted although nothing runs")
+                if not holders and not self._cache.has_blocks_in_flight:
+                    raise InvariantError(f"{sequence} cannot be admitted although nothing else holds blocks")
                 break
             sequence.waiting_for = None
-            sequence.status = SequenceStatus.RUNNING
             if sequence.first_scheduled_s is None:
                 sequence.first_scheduled_s = self._clock()
-            self.running.append(sequence)
+            if self._cache.start_restore(sequence, match):
+                sequence.status = SequenceStatus.RESTORING
+                self.restoring.append(sequence)
+                continue
+            self._run(sequence)
             missing = sequence.num_tokens - sequence.num_computed
             parts.append(ScheduledSequence(sequence, sequence.num_computed, min(missing, budget)))
             budget -= parts[-1].num_new
@@ -127,10 +140,24 @@ class Scheduler:
         since = sequence.waiting_since_s
         return since is not None and self._clock() - since < self._config.single_flight_timeout
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
+    def _run(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.RUNNING
+        self.running.append(sequence)
+
+    def _queue_of(self, sequence: Sequence) -> list[Sequence] | deque[Sequence]:
+        if sequence.status is SequenceStatus.RUNNING:
+            return self.running
+        return self.restoring if sequence.status is SequenceStatus.RESTORING else self.waiting
+
+    def _preempt(self) -> Sequence:
+        """Take the blocks of the sequence that was admitted last, one that only waits for a restore before one that runs."""
+        sequence = self.restoring[-1] if self.restoring else self.running[-1]
+        if sequence.status is SequenceStatus.RUNNING:
+            sequence.num_preemptions += 1
+            self.num_preemptions += 1
+        self._queue_of(sequence).remove(sequence)
         self._cache.release(sequence)
         sequence.status = SequenceStatus.WAITING
-        sequence.num_preemptions += 1
-        self.num_preemptions += 1
+        self._cache.prepare(sequence)
         self.waiting.appendleft(sequence)
+        return sequence

@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 from array import array
 from dataclasses import dataclass
+from typing import Any
 
 from tieredkv import hashing
 from tieredkv.types import EngineRequest, FinishReason, SamplingParams, TokenSources
@@ -39,12 +40,14 @@ class Sequence:
         "first_scheduled_s",
         "first_token_s",
         "last_token_s",
+        "lookup",
         "num_committed_blocks",
         "num_computed",
         "num_preemptions",
         "num_prompt_tokens",
         "reported_admissions",
         "request",
+        "restore",
         "root_hash",
         "sources",
         "status",
@@ -73,6 +76,9 @@ class Sequence:
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+        # The question to the disk how much of this sequence it holds, and the restore that brings blocks up (row 4 objects).
+        self.lookup: Any = None
+        self.restore: Any = None
         # Single flight: the block that another sequence computes and this one wants to adopt, and since when.
         self.waiting_for: bytes | None = None
         self.waiting_since_s: float | None = None

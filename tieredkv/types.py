@@ -25,6 +25,14 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class Tier(enum.StrEnum):
+    """Where a block lies, fastest first."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen and when to stop; the same names and defaults as vLLM's class.

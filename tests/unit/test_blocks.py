@@ -110,6 +110,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(12)
         self.owned: list[list[int]] = []
         self.content: dict[int, bytes] = {}
+        self.held: list = []
 
     @precondition(lambda self: self.pool.num_free > 0)
     @rule(data=st.data())
@@ -125,7 +126,10 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.owned)
     @rule(data=st.data(), number=st.integers(0, 15))
     def commit(self, data, number):
-        block_id = data.draw(st.sampled_from([b for c in self.owned for b in c]))
+        owned = [b for c in self.owned for b in c]
+        if not owned:
+            return
+        block_id = data.draw(st.sampled_from(owned))
         if block_id in self.content:
             return
         holder = self.pool.commit(block_id, digest(number))
@@ -145,18 +149,32 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.owned)
     @rule(data=st.data())
     def release(self, data):
-        index = data.draw(st.integers(0, len(self.owned) - 1))
-        self.pool.release(self.owned.pop(index))
+        held = [ids for _, ids in self.held]
+        releasable = [i for i, c in enumerate(self.owned) if not any(c is ids for ids in held)]
+        if releasable:
+            self.pool.release(self.owned.pop(data.draw(st.sampled_from(releasable))))
 
-    @precondition(lambda self: self.owned)
+    @precondition(lambda self: self.content)
     @rule(data=st.data())
-    def release_cold(self, data):
-        index = data.draw(st.integers(0, len(self.owned) - 1))
-        ids = self.owned.pop(index)
-        self.pool.release_cold(ids)
-        used = {b for c in self.owned for b in c}
-        freed = [b for b in ids if b not in used and b in self.content]
-        assert list(self.pool.coldest())[: len(freed)] == freed
+    def hold(self, data):
+        ids = data.draw(st.lists(st.sampled_from(sorted(self.content)), unique=True))
+        self.held.append((self.pool.hold(ids), ids))
+        self.owned.append(ids)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def end_hold(self, data):
+        holds, ids = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.pool.end_hold(holds)
+        self.owned = [c for c in self.owned if c is not ids]
+
+    @rule()
+    def reading_does_not_count_as_use(self):
+        order = list(self.pool.coldest())
+        holds = self.pool.hold(order)
+        assert list(self.pool.coldest()) == []
+        self.pool.end_hold(list(reversed(holds)))
+        assert list(self.pool.coldest()) == order
 
     @rule()
     def forget_the_coldest(self):

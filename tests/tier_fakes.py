@@ -1,0 +1,186 @@
+"""Tiers whose every copy and answer waits until a test lets it happen, in any order, with any outcome."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.fakes import FakeRunner, ManualClock, make_core
+from tieredkv.core import EngineCore
+from tieredkv.gate import CostGate
+from tieredkv.storage.host import HostArena
+from tieredkv.storage.tier import StoreOutcome
+from tieredkv.tier_faces import LoadResult, LookupResult, StoreResult
+from tieredkv.tiers import Tiers
+from tieredkv.transfer import Copy
+
+
+class HandCrankedCopies:
+    """Copies happen, byte by byte, when the test says so: until then source and target are untouched."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self._blocks = runner.slots.view(np.uint8).reshape(runner.num_blocks, -1)
+        self.launched: list[Copy] = []
+        self._done: list[Copy] = []
+
+    def launch(self, copy: Copy) -> None:
+        self.launched.append(copy)
+
+    def complete(self, index: int = 0, error: str | None = None) -> None:
+        copy = self.launched.pop(index)
+        copy.error = error
+        for block_id, view in zip(copy.block_ids, copy.views, strict=True):
+            pair = self._blocks[block_id], np.frombuffer(view, dtype=np.uint8)
+            target, source = pair if copy.to_device else pair[::-1]
+            target[:] = source if error is None else 0xEE
+        self._done.append(copy)
+
+    def poll(self) -> list[Copy]:
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        pass
+
+
+class FakeDisk:
+    """A dict of bytes behind a queue that the test works off, one answer at a time."""
+
+    def __init__(self, capacity: int = 10_000) -> None:
+        self.blocks: dict[bytes, tuple[bytes, bytes | None]] = {}
+        self.pending: list = []
+        self.accepts = True
+        self.capacity = capacity
+        self._answers: list = []
+
+    def lookup(self, hashes, tag) -> bool:
+        self.pending.append(("lookup", list(hashes), tag))
+        return self.accepts
+
+    def load(self, block_hash, target, tag) -> bool:
+        if self.accepts:
+            self.pending.append(("load", block_hash, target, tag))
+        return self.accepts
+
+    def store(self, blocks) -> bool:
+        if self.accepts:
+            self.pending.append(("store", list(blocks)))
+        return self.accepts
+
+    def touch(self, block_hash) -> None:
+        pass
+
+    def poll(self) -> list:
+        answers, self._answers = self._answers, []
+        return answers
+
+    def complete(self, index: int = 0, fail: bool = False) -> None:
+        kind, *job = self.pending.pop(index)
+        if kind == "lookup":
+            hashes, tag = job
+            length = next((i for i, h in enumerate(hashes) if h not in self.blocks), len(hashes))
+            self._answers.append(LookupResult(tag, 0 if fail else length))
+        elif kind == "load":
+            block_hash, target, tag = job
+            record = self.blocks.get(block_hash)
+            if record is None or fail:
+                target[:] = b"\xdd" * len(target)
+                self.remove(block_hash)
+                self._answers.append(LoadResult(block_hash, False, tag))
+            else:
+                target[:] = record[0]
+                self._answers.append(LoadResult(block_hash, True, tag))
+        else:
+            for info, view in job[0]:
+                self._answers.append(StoreResult(info.hash, self._store(info, view, fail)))
+
+    def _store(self, info, view, fail: bool) -> StoreOutcome:
+        if fail:
+            return StoreOutcome.FAILED
+        if info.hash in self.blocks:
+            return StoreOutcome.PRESENT
+        if info.depth and info.parent not in self.blocks:
+            return StoreOutcome.NO_PARENT
+        if len(self.blocks) >= self.capacity:
+            return StoreOutcome.REFUSED
+        self.blocks[info.hash] = (view.tobytes(), info.parent if info.depth else None)
+        return StoreOutcome.STORED
+
+    def remove(self, block_hash: bytes) -> None:
+        """With everything behind it."""
+        if self.blocks.pop(block_hash, None) is not None:
+            for child in [h for h, (_, parent) in self.blocks.items() if parent == block_hash]:
+                self.remove(child)
+
+
+class TieredCore:
+    """A core over hand-cranked tiers. A second one over the same `disk` is a restart."""
+
+    def __init__(
+        self, *, num_slots: int = 16, disk: FakeDisk | None = None, policy: str = "always", **settings
+    ) -> None:
+        self.clock = ManualClock()
+        self.disk = disk
+        made: dict = {}
+
+        def make_tiers(pool):
+            runner = made["runner"]
+            block_nbytes = runner.slots.nbytes // runner.num_blocks
+            # Slots start at page borders: the capacity is counted in pages.
+            self.host = HostArena(block_nbytes, num_slots * 4096, clock_us=lambda: int(self.clock.now_s * 1e6))
+            self.copies = HandCrankedCopies(runner)
+            gate = CostGate(policy, runner.block_size, block_nbytes)
+            return Tiers(
+                pool, self.copies, self.host, disk, gate, clock=self.clock, timeout_s=5.0, block_nbytes=block_nbytes
+            )
+
+        self.core: EngineCore
+        self.core, self.runner = make_core(
+            clock=self.clock, make_tiers=make_tiers, on_runner=lambda runner: made.update(runner=runner), **settings
+        )
+        self.tiers = self.core.tiers
+
+    def crank(self) -> bool:
+        """Let everything that is under way happen; False if nothing was."""
+        if self.copies.launched:
+            self.copies.complete()
+        elif self.disk is not None and self.disk.pending:
+            self.disk.complete()
+        else:
+            return False
+        return True
+
+    def settle(self) -> None:
+        """Idle until all is saved."""
+        for _ in range(10_000):
+            if not self.core.work_idle():
+                return
+            self.crank()
+        raise AssertionError("the tiers do not come to rest")
+
+    def check_tiers(self) -> None:
+        """Every stored byte belongs to its key, and nothing is leased that nobody reads."""
+        spiller = self.tiers.spiller
+        for info in spiller._info.values():
+            lease = self.host.lease(info.hash)
+            if lease is not None:
+                assert bytes(lease.view) == expected_bytes(info), "host bytes are not their key's"
+                lease.release()
+        for block_hash, (data, parent) in (self.disk.blocks if self.disk is not None else {}).items():
+            if block_hash in spiller._info:
+                assert data == expected_bytes(spiller._info[block_hash]), "disk bytes are not their key's"
+            assert parent is None or parent in self.disk.blocks, "a block without its parent is on disk"
+        copies = [*self.copies.launched, *self.copies._done]
+        leased = sum(len(c.block_ids) for c in copies if c.to_device)
+        writing = sum(len(c.block_ids) for c in copies if not c.to_device)
+        self.host.check_integrity(
+            num_leases=leased + spiller.num_storing + len(spiller._queued),
+            num_reservations=writing + self.tiers.restorer.num_loading,
+        )
+
+
+def expected_bytes(info) -> bytes:
+    size = len(info.token_ids)
+    rows = np.empty((size, 2), dtype=np.int64)
+    rows[:, 0] = info.token_ids
+    rows[:, 1] = np.arange(info.depth * size, (info.depth + 1) * size)
+    return rows.tobytes()

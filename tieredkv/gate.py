@@ -1,0 +1,82 @@
+"""Whether bringing blocks back beats computing them: two measured rates and one comparison.
+
+    load(n)     = latency + n * block_nbytes / bandwidth   per tier, plus what is queued before it
+    compute(n)  = n * block_size / prefill rate
+
+Both sides are kept current as moving averages. Until a side has been measured the gate lets everything through: the first
+restore is how it learns. Knows no blocks, no queues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tieredkv.types import Tier
+
+RESTORE_POLICIES = ("always", "auto", "never")
+# Weight of a new measurement. High enough to follow a disk that turns slow within a handful of loads.
+_WEIGHT = 0.25
+# Steps with fewer new tokens say little about the rate of long prompts.
+_LEAST_PREFILL_TOKENS = 64
+
+
+class Rate:
+    """A moving average of units per second; None until the first measurement."""
+
+    def __init__(self) -> None:
+        self.per_s: float | None = None
+
+    def measure(self, units: float, seconds: float) -> None:
+        if units <= 0 or seconds <= 0:
+            return
+        sample = units / seconds
+        # Averaging times, not speeds: one stalled load must weigh as much as it cost.
+        self.per_s = sample if self.per_s is None else 1 / ((1 - _WEIGHT) / self.per_s + _WEIGHT / sample)
+
+    def seconds_for(self, units: float) -> float:
+        """Predicted time for `units`; 0 while nothing has been measured."""
+        return 0.0 if self.per_s is None else units / self.per_s
+
+
+class CostGate:
+    """Decides how many of the blocks that lie in lower tiers are worth loading."""
+
+    def __init__(self, policy: str, block_size: int, block_nbytes: int) -> None:
+        self.policy = policy
+        self.prefill = Rate()
+        self.bandwidth = {Tier.HOST: Rate(), Tier.DISK: Rate()}
+        self.block_size = block_size
+        self._block_nbytes = block_nbytes
+
+    def measure_step(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a step of the engine that computed `num_tokens`."""
+        if num_tokens >= _LEAST_PREFILL_TOKENS:
+            self.prefill.measure(num_tokens, seconds)
+
+    def measure_load(self, tier: Tier, num_blocks: int, seconds: float) -> None:
+        self.bandwidth[tier].measure(num_blocks * self._block_nbytes, seconds)
+
+    def prefill_seconds(self, num_tokens: int) -> float:
+        return self.prefill.seconds_for(num_tokens)
+
+    def worth_restoring(self, sources: Sequence[Tier], queued: dict[Tier, int] | None = None) -> int:
+        """How many of the blocks, from the first on, to bring up. `sources` tells where each lies, head of the prefix first;
+        blocks that are on the device already cost nothing. `queued` counts blocks that wait before ours, by tier.
+        """
+        if self.policy == "never":
+            return next((i for i, tier in enumerate(sources) if tier is not Tier.DEVICE), len(sources))
+        if self.policy == "always":
+            return len(sources)
+        queued = queued or {}
+        best, best_gain, cost = 0, 0.0, 0.0
+        seen: set[Tier] = set()
+        for i, tier in enumerate(sources):
+            if tier is not Tier.DEVICE:
+                num_blocks = 1 if tier in seen else 1 + queued.get(tier, 0)
+                seen.add(tier)
+                cost += self.bandwidth[tier].seconds_for(num_blocks * self._block_nbytes)
+            gain = self.prefill_seconds((i + 1) * self.block_size) - cost
+            # Unmeasured rates make both sides zero: then more blocks are taken to be better.
+            if gain > best_gain or (gain == best_gain and (self.prefill.per_s is None or tier is Tier.DEVICE)):
+                best, best_gain = i + 1, gain
+        return best

@@ -1,0 +1,139 @@
+"""What cache, spill and restore see of the tiers below the device: small Protocols, and the data that crosses them.
+
+Knows no LMDB, no arena, no thread. Everything here is called on the engine thread; what takes time is submitted and
+answered through `poll`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tieredkv.storage.tier import StoreOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """What a stored block needs besides its bytes. `parent` is the previous block's hash, or the root at depth 0."""
+
+    hash: bytes
+    parent: bytes
+    depth: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreResult:
+    hash: bytes
+    outcome: StoreOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """`ok` only if the slot holds the block's verified bytes; `tag` is what `load` was given."""
+
+    hash: bytes
+    ok: bool
+    tag: Any
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """`length` hashes, from the first one on, were on disk."""
+
+    tag: Any
+    length: int
+
+
+DiskResult = StoreResult | LoadResult | LookupResult
+
+
+class Lease(Protocol):
+    """Keeps one READY slot from being reused until it is released."""
+
+    @property
+    def view(self) -> memoryview: ...
+
+    def release(self) -> None: ...
+
+
+class Reservation(Protocol):
+    """A slot that is being filled, until it is committed or aborted."""
+
+    @property
+    def view(self) -> memoryview: ...
+
+    def commit(self) -> Lease:
+        """The bytes are complete: make them findable. They stay at least until the lease is released."""
+        ...
+
+    def abort(self) -> None: ...
+
+
+class HostTier(Protocol):
+    """Fixed slots in host memory: FREE -> WRITING (`begin`) -> READY -> FREE (by eviction). `on_evict(hash)` is called when a
+    READY block goes without having been asked to. A tier that does not keep blocks only lets them pass: each is gone with
+    its last lease.
+    """
+
+    on_evict: Callable[[bytes], None]
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def num_free(self) -> int:
+        """Slots that hold nothing."""
+        ...
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        """Whether a READY slot holds the block."""
+        ...
+
+    def begin(self, block_hash: bytes, parent: bytes, depth: int) -> Reservation | None:
+        """A slot to write the block into, evicting the least useful one if need be, but not the block's parent; None if that
+        cannot be had, or if the block is there or being written.
+        """
+        ...
+
+    def lease(self, block_hash: bytes) -> Lease | None:
+        """Keep a READY block where it is; None if it is not there."""
+        ...
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """Count a prefix, head first, as used now."""
+        ...
+
+    def remove(self, block_hash: bytes) -> bool:
+        """Forget a READY block; its slot is free once the last lease ends."""
+        ...
+
+
+class DiskTier(Protocol):
+    """The disk behind its threads. Each call returns at once."""
+
+    @property
+    def accepts(self) -> bool:
+        """Whether the writer takes more now: it is healthy and its queue is below its bound."""
+        ...
+
+    def lookup(self, hashes: Sequence[bytes], tag: Any) -> bool:
+        """Ask how many of `hashes`, from the first one on, are stored; False if it cannot be asked now."""
+        ...
+
+    def load(self, block_hash: bytes, target: memoryview, tag: Any) -> bool:
+        """Read and verify a block into `target`; False if the queue is full or the tier is down."""
+        ...
+
+    def store(self, blocks: Sequence[tuple[BlockInfo, memoryview]]) -> bool:
+        """Write blocks, parents first; all are answered, or none is taken and this returns False."""
+        ...
+
+    def touch(self, block_hash: bytes) -> None:
+        """The prefix that ends with this block was used."""
+        ...
+
+    def poll(self) -> list[DiskResult]:
+        """Answers since the last call."""
+        ...
