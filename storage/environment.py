@@ -1,24 +1,16 @@
-"""The files of one store and their life: opening, crash safety, the map's size, faults and reopening.
+"""LMDB's environment of one store and its life: opening, transactions, the map's size, faults, reopening.
 
-Knows LMDB and the directory, but not what a row means. One directory holds
-
-    data.mdb  lock.mdb   LMDB's own; several processes share them
-    tieredkv.lock        held (flock) while a process opens or resets the store; names the format
-    unsynced             exists while commits may be newer than the device; holds the boot id of their machine
-
-Commits are not synced one by one: a killed process loses nothing, a crashed machine may leave LMDB's file torn. So the
-first commit after a sync leaves `unsynced` behind, on the device, before it happens. Whoever opens the store and finds
-the marker of another boot starts empty, because nothing in the file can be believed then.
+Knows LMDB and the folder, but not what a row means. Translates whatever goes wrong into two exceptions and one text,
+`fault`.
 
 Invariants: no memory map is closed or moved while a transaction of this process runs; a file that was removed, replaced
-or cut short is never read through its map; every failure leaves `fault` set until an operation of that kind succeeds.
+or cut short is not read through its map; every failure leaves `fault` set until an operation of that kind succeeds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import threading
@@ -31,24 +23,17 @@ from typing import Any
 import lmdb
 
 from tieredkv.errors import StorageError
+from tieredkv.storage.directory import FORMAT_VERSION, StoreDirectory, wrong_format
 from tieredkv.storage.medium import Medium
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
 DATABASES = ("blocks", "meta", "recency", "pins", "info")
 FORMAT_KEY = b"format"
-DATA, LOCK, OPEN_LOCK, UNSYNCED, UNSYNCED_NEW = "data.mdb", "lock.mdb", "tieredkv.lock", "unsynced", "unsynced.new"
-RESERVED_NBYTES = 64 * 1024
-"""What the files beside `data.mdb` take at most; part of the capacity."""
 MAX_READERS = 510
 RETRY_OPEN_S = 1.0
 RESIZE_WAIT_S = 1.0
-OPEN_WAIT_S = 5.0
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-_OWN_FILES = {DATA, LOCK, OPEN_LOCK, UNSYNCED, UNSYNCED_NEW}
-_MARK = "tieredkv store, format "
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DAMAGED = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError)
 _STALE = (lmdb.PanicError, lmdb.BadTxnError, lmdb.BadRslotError, lmdb.BadDbiError)
@@ -80,14 +65,6 @@ class _Handle:
     file_nbytes: int
 
 
-def boot_id() -> str | None:
-    """What changes with every start of the machine; None where the system does not tell."""
-    try:
-        return BOOT_ID.read_text(encoding="ascii").strip() or None
-    except OSError:
-        return None
-
-
 class StoreEnvironment:
     """Opens on construction. `initialize(txn)` is called in the write transaction that creates an empty store.
 
@@ -108,12 +85,11 @@ class StoreEnvironment:
     ) -> None:
         self.directory = directory
         self.readonly = readonly
-        self.num_resets = 0
         self.medium = medium or Medium()
+        self._files = StoreDirectory(directory, self.medium)
         self._wanted_map_nbytes = map_nbytes
         self._initialize = initialize
         self._clock = clock
-        self._boot_id = boot_id()
         self._pid = os.getpid()
         self._gate = threading.Condition()
         self._reopening = threading.Lock()
@@ -136,6 +112,11 @@ class StoreEnvironment:
         return "; ".join(self._faults.values()) or None
 
     @property
+    def num_resets(self) -> int:
+        """How often the store had to start empty because its data could not be believed."""
+        return self._files.num_resets
+
+    @property
     def map_nbytes(self) -> int:
         handle = self._handle
         return 0 if handle is None else int(handle.env.info()["map_size"])
@@ -144,7 +125,7 @@ class StoreEnvironment:
     def file_nbytes(self) -> int:
         """Length of the data file, 0 while it is gone."""
         try:
-            return self.medium.stat(self.directory / DATA).st_size
+            return self.medium.stat(self._files.data).st_size
         except OSError:
             return 0
 
@@ -174,7 +155,8 @@ class StoreEnvironment:
             txn = self._begin(handle, write=True)
             try:
                 yield Txn(txn, handle.dbs, handle.psize)
-                self._mark_unsynced()
+                self._files.mark_unsynced()
+                self._unsynced = True
                 self.medium.commit(txn)
             except BaseException:
                 with contextlib.suppress(lmdb.Error):  # a failed commit has ended the transaction already
@@ -211,14 +193,14 @@ class StoreEnvironment:
     def _check_files(self, handle: _Handle) -> None:
         """A map over a file that is gone, replaced or cut short must not be touched any more."""
         try:
-            found = self.medium.stat(self.directory / DATA)
+            found = self.medium.stat(self._files.data)
         except OSError as error:
             self._retire("files", f"{self.directory}: {error.strerror or error}")
             raise StoreUnavailableError(self._faults["files"]) from None
         if (found.st_dev, found.st_ino) != handle.identity:
             self._retire("files", f"{self.directory} was replaced")
         elif found.st_size < handle.file_nbytes:
-            self._retire("files", f"{self.directory / DATA} was cut short", damaged=True)
+            self._retire("files", f"{self._files.data} was cut short", damaged=True)
         else:
             handle.file_nbytes = found.st_size
             return
@@ -339,21 +321,6 @@ class StoreEnvironment:
 
     # -- crash safety --------------------------------------------------------------------------------------------------
 
-    def _mark_unsynced(self) -> None:
-        """Called before a commit, with LMDB's write lock held: the marker is on the device before the data changes."""
-        self._unsynced = True
-        path = self.directory / UNSYNCED
-        if self._boot_id is None or path.exists():
-            return
-        # Renamed into place, so that a process killed in between leaves no marker without a boot id.
-        new = self.directory / UNSYNCED_NEW
-        with open(new, "w", encoding="ascii", opener=_private) as file:
-            file.write(self._boot_id)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-        _sync_directory(self.directory)
-
     def sync(self) -> bool:
         """Bring all commits to the device and take the marker away; True if the store is clean."""
         if not self._unsynced:
@@ -365,8 +332,7 @@ class StoreEnvironment:
                 txn = self._begin(handle, write=True)
                 try:
                     self.medium.sync(handle.env)
-                    (self.directory / UNSYNCED).unlink(missing_ok=True)
-                    _sync_directory(self.directory)
+                    self._files.mark_synced()
                     self._unsynced = False
                 finally:
                     txn.abort()
@@ -380,28 +346,24 @@ class StoreEnvironment:
         """Raises `StorageError`."""
         try:
             if create:
-                _make_private(self.directory)
-            elif not (self.directory / DATA).exists():
+                self._files.make_private()
+            elif not self._files.data.exists():
                 raise StorageError(f"{self.directory} holds no store")
-            with _opening(self.directory, create=create) as mark:
-                ours = mark.read(self.directory)
-                if create and ours and self._crashed():
-                    self._reset("the machine stopped before the store was synced")
+            with self._files.opening(create=create) as ours:
+                if create and ours and self._files.crashed():
+                    self._files.reset("the machine stopped before the store was synced")
                 if create and ours and self._damaged:
-                    self._reset("the file was damaged")
+                    self._files.reset("the file was damaged")
                 self._damaged = False
                 try:
-                    handle = self._open_files(create=create)
+                    return self._open_files(create=create)
                 except _DAMAGED as error:
                     if not create or not ours:
                         raise StorageError(
-                            f"{self.directory / DATA} is not a store: {error}; choose another folder"
+                            f"{self._files.data} is not a store: {error}; choose another folder"
                         ) from None
-                    self._reset(str(error))
-                    handle = self._open_files(create=create)
-                if create:
-                    mark.write()
-                return handle
+                    self._files.reset(str(error))
+                    return self._open_files(create=create)
         except (lmdb.Error, OSError) as error:
             raise StorageError(f"the store in {self.directory} cannot be opened: {error}") from None
 
@@ -415,13 +377,13 @@ class StoreEnvironment:
             max_dbs=len(DATABASES),
             max_readers=MAX_READERS,
             max_spare_txns=4,
-            sync=self._boot_id is None,
-            metasync=self._boot_id is None,
+            sync=self._files.boot is None,
+            metasync=self._files.boot is None,
             readahead=True,
             meminit=True,
         )
         try:
-            psize, found = env.stat()["psize"], self.medium.stat(self.directory / DATA)
+            psize, found = env.stat()["psize"], self.medium.stat(self._files.data)
             if found.st_size < (env.info()["last_pgno"] + 1) * psize:
                 raise lmdb.CorruptedError("the file is shorter than what it holds")
             env.reader_check()
@@ -429,7 +391,7 @@ class StoreEnvironment:
         except BaseException:
             self.medium.close(env)
             raise
-        self._unsynced = (self.directory / UNSYNCED).exists()
+        self._unsynced = self._files.unsynced
         return _Handle(env, dbs, (found.st_dev, found.st_ino), psize, found.st_size)
 
     def _open_databases(self, env: Any, psize: int, *, create: bool) -> dict[str, Any]:
@@ -444,100 +406,13 @@ class StoreEnvironment:
                     ) from None
                 version = int.from_bytes(txn.get(FORMAT_KEY, b"", db=dbs["info"]), "little")
                 if version != FORMAT_VERSION:
-                    raise StorageError(
-                        f"{self.directory} holds a store of format {version}, this program reads format {FORMAT_VERSION}; "
-                        "choose another folder or delete that one"
-                    )
+                    raise wrong_format(self.directory, version)
                 return dbs
         if not create:
             raise StorageError(f"{self.directory} holds no store")
-        self._mark_unsynced()
+        self._files.mark_unsynced()
         with env.begin(write=True) as txn:
             dbs = {name: env.open_db(name.encode(), txn=txn) for name in DATABASES}
             txn.put(FORMAT_KEY, FORMAT_VERSION.to_bytes(4, "little"), db=dbs["info"])
             self._initialize(Txn(txn, dbs, psize))
         return dbs
-
-    def _crashed(self) -> bool:
-        try:
-            left = (self.directory / UNSYNCED).read_text(encoding="ascii", errors="replace").strip()
-        except FileNotFoundError:
-            return False
-        return left != self._boot_id
-
-    def _reset(self, reason: str) -> None:
-        """Start empty. Other processes notice that the file is another one and follow."""
-        if (self.directory / DATA).exists():
-            self.num_resets += 1
-            logger.warning("disk tier: %s starts empty: %s", self.directory, reason)
-        for name in (DATA, LOCK, UNSYNCED, UNSYNCED_NEW):
-            (self.directory / name).unlink(missing_ok=True)
-
-
-def _make_private(directory: Path) -> None:
-    """Blocks encode prompts: the folder is for its owner only, unless it holds other things as well."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if set(os.listdir(directory)) <= _OWN_FILES and directory.stat().st_mode & 0o077:
-        directory.chmod(0o700)
-
-
-class _Mark:
-    """The content of the lock file: which format of ours lies in this folder."""
-
-    def __init__(self, fd: int | None) -> None:
-        self._fd = fd
-
-    def read(self, directory: Path) -> bool:
-        """Whether the folder holds a store of ours. Raises `StorageError` for one of another format."""
-        text = "" if self._fd is None else os.pread(self._fd, 64, 0).decode("ascii", "replace").strip()
-        if not text.startswith(_MARK):
-            return False
-        if text != f"{_MARK}{FORMAT_VERSION}":
-            raise StorageError(
-                f"{directory} holds a {text.removeprefix('tieredkv ')}, this program reads format {FORMAT_VERSION}; "
-                "choose another folder or delete that one"
-            )
-        return True
-
-    def write(self) -> None:
-        if self._fd is not None:
-            os.pwrite(self._fd, f"{_MARK}{FORMAT_VERSION}\n".encode(), 0)
-
-
-@contextlib.contextmanager
-def _opening(directory: Path, *, create: bool) -> Iterator[_Mark]:
-    """One process opens or resets the store at a time. Raises `StorageError` if another one takes too long."""
-    try:
-        fd = os.open(directory / OPEN_LOCK, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
-    except OSError:
-        if create:
-            raise
-        yield _Mark(None)
-        return
-    try:
-        give_up_at_s = time.monotonic() + OPEN_WAIT_S
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > give_up_at_s:
-                    raise StorageError(
-                        f"another process has been opening {directory} for {OPEN_WAIT_S:.0f} s"
-                    ) from None
-                time.sleep(0.002)
-        yield _Mark(fd)
-    finally:
-        os.close(fd)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -75,6 +75,20 @@ class Medium:
     def stat(self, path: Path) -> os.stat_result:
         return os.stat(path)
 
+    def write_file(self, scratch: Path, path: Path, text: str) -> None:
+        """A small file, written aside and renamed; on the device when this returns."""
+        with open(scratch, "w", encoding="ascii", opener=_private) as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+        _sync_directory(path.parent)
+
+    def remove_file(self, path: Path) -> None:
+        """Gone from the device when this returns; nothing happens if there is none."""
+        path.unlink(missing_ok=True)
+        _sync_directory(path.parent)
+
     def read(self, source: memoryview, target: memoryview) -> None:
         """Copy out of the map without holding the interpreter lock. Raises `OSError` where the device cannot be read."""
         prefault(source)
@@ -92,6 +106,18 @@ def prefault(view: memoryview) -> None:
     code = ctypes.get_errno()
     if code in (errno.EFAULT, errno.EIO, _EHWPOISON):
         raise OSError(errno.EIO, "the pages of a stored block cannot be read")
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _find_madvise() -> Any:

@@ -1,0 +1,106 @@
+"""What the parts of an open disk tier share: the environment, the counters, the verdicts, and one way to write.
+
+Knows transactions and rows, not what a change is for. Invariant: nothing here raises; a write that did not happen
+returns False and has been counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tieredkv.errors import InvariantError, StorageError
+from tieredkv.storage.environment import StoreEnvironment
+from tieredkv.storage.index import Index, State
+
+logger = logging.getLogger(__name__)
+
+RESERVED_NBYTES = 64 * 1024
+"""What the files beside LMDB's data file take at most; part of the capacity."""
+CONTRADICTIONS = (InvariantError, struct.error)
+"""What a damaged row leads to. The index is then rebuilt."""
+
+
+def map_nbytes_for(capacity_nbytes: int) -> int:
+    """Most bytes that the data file may take, so that all files together stay within the capacity."""
+    return max(capacity_nbytes - RESERVED_NBYTES, 0) // 65536 * 65536
+
+
+def budget_nbytes_for(capacity_nbytes: int) -> int:
+    """Most bytes that the blocks may cost; the rest is LMDB's for pages that are being replaced, and for fragments."""
+    return map_nbytes_for(capacity_nbytes) * 9 // 10
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the store was opened here."""
+
+    evictions: int = 0
+    corrupt: int = 0
+    stored: int = 0
+    loaded: int = 0
+    refused: int = 0
+    failed: int = 0
+
+
+class StoreSession:
+    """One process's use of an open store.
+
+    `condemned` are the hashes of records that failed their checks and have not been deleted yet. `write_lock` keeps this
+    process's writers apart where they share more than a transaction. `last_state` is what the counters said last.
+    """
+
+    def __init__(self, env: StoreEnvironment, clock_us: Callable[[], int]) -> None:
+        self.env = env
+        self.medium = env.medium
+        self.clock_us = clock_us
+        self.write_lock = threading.RLock()
+        self.condemned: set[bytes] = set()
+        self.counts = Counts()
+        self.last_state = State()
+        self.must_rebuild = False
+        self._count_lock = threading.Lock()
+
+    @property
+    def budget_nbytes(self) -> int:
+        """What the blocks may cost, going by the last counters seen."""
+        return budget_nbytes_for(self.last_state.capacity_nbytes)
+
+    def count(self, **more: int) -> None:
+        """Add to `counts`; safe in any thread."""
+        with self._count_lock:
+            for name, number in more.items():
+                setattr(self.counts, name, getattr(self.counts, name) + number)
+
+    def write(self, apply: Callable[[Index], object]) -> bool:
+        """Run `apply` in a transaction of its own; False if it was not committed, and then nothing has changed."""
+        try:
+            with self.env.writing() as txn:
+                index = Index(txn, self.medium)
+                apply(index)
+                index.save()
+                self.last_state = index.state
+        except StorageError:
+            self.count(failed=1)
+            return False
+        except CONTRADICTIONS as error:
+            self.distrust(error)
+            return False
+        return True
+
+    def distrust(self, error: Exception) -> None:
+        """The rows contradict each other; they will be rebuilt from the records."""
+        logger.warning("disk tier: the index of %s will be rebuilt: %s", self.env.directory, error)
+        self.must_rebuild = True
+
+    def refresh(self) -> State:
+        """The counters as of now, or as last seen while the store is unavailable."""
+        try:
+            with self.env.reading() as txn:
+                self.last_state = Index(txn, self.medium).state
+        except (StorageError, *CONTRADICTIONS):
+            pass
+        return self.last_state
