@@ -7,7 +7,6 @@ before a command runs.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import os
@@ -76,10 +75,12 @@ def _serve(**given: Any) -> int:
         environ=os.environ,
         source="command line",
     )
-    with contextlib.suppress(ImportError):
-        from tieredkv.runtime import maybe_reexec
+    from tieredkv import runtime
 
-        maybe_reexec(sys.argv)
+    # Before torch is loaded: the allocator and the OpenMP runtime can only be chosen at the start of a process.
+    reexec = getattr(runtime, "maybe_reexec", None)
+    if reexec is not None:
+        reexec(sys.argv)
     from tieredkv.server.main import serve
 
     return serve(config)
