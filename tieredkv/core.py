@@ -177,11 +177,12 @@ class EngineCore:
     def flush(self, timeout_s: float) -> bool:
         """Save all blocks that no lower tier is certain to keep; False if `timeout_s` seconds were not enough."""
 
-        def wait(seconds: float) -> None:
-            self.wakeup.wait(seconds)
-            self.wakeup.clear()
+        return self.tiers is None or self.tiers.flush(timeout_s, self.wait)
 
-        return self.tiers is None or self.tiers.flush(timeout_s, wait)
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until something that `step` polls has happened, at most `timeout_s` seconds."""
+        self.wakeup.wait(timeout_s)
+        self.wakeup.clear()
 
     def clear(self) -> Cleared:
         """Forget every cached block that no request uses."""

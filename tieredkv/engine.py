@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Progress = Callable[[str, float], None]
+_TIER_POLL_S = 0.02
 
 
 def fan_out(request_id: str, sampling: SamplingParams) -> list[tuple[str, SamplingParams]]:
@@ -99,6 +100,10 @@ def served_model_name(config: Config, loaded_name: str) -> str:
     return config.model.served_model_name[0] if config.model.served_model_name else loaded_name
 
 
+def _nothing() -> None:
+    """The command that only wakes the engine."""
+
+
 class OutputStream:
     """The outputs of one request, as an async iterator that ends after the one with a finish reason. Belongs to the loop
     that submitted the request.
@@ -153,6 +158,7 @@ class Engine:
         self._silent: set[str] = set()
         self._draining = False
         self._dead: str | None = None
+        self._is_saving = False
         self._thread = threading.Thread(target=self._run, name="tieredkv-engine", daemon=True)
 
     @classmethod
@@ -236,6 +242,10 @@ class Engine:
         for request_id in list(self._streams):
             self.abort(request_id)
 
+    def wake(self) -> None:
+        """End the engine's sleep, from any thread: something that it polls has happened."""
+        self._inbox.put(_nothing)
+
     def health(self) -> str | None:
         """None while all is well, else the reason why not."""
         if self._dead is not None:
@@ -256,6 +266,8 @@ class Engine:
             while self._drain_inbox():
                 if self._core.has_work:
                     self._publish(self._core.step())
+                else:
+                    self._is_saving = self._core.work_idle()
             self._dead = self._dead or "closed"
         except BaseException as error:
             logger.exception("the engine thread died")
@@ -264,11 +276,14 @@ class Engine:
             self._fail_streams()
 
     def _drain_inbox(self) -> bool:
-        """Run what came in; without work, sleep until something does. False when the engine is to stop."""
-        block = not self._core.has_work
+        """Run what came in; without anything to compute, sleep until something does. False when the engine is to stop."""
+        core = self._core
+        block = core.is_stalled or not core.has_work
+        # While the tiers are at work, `wake` ends the sleep early; the timeout is for their deadlines.
+        timeout_s = _TIER_POLL_S if core.has_work or self._is_saving else None
         while True:
             try:
-                command = self._inbox.get(block=block)
+                command = self._inbox.get(block, timeout_s)
             except queue.Empty:
                 return True
             if command is None:

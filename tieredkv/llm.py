@@ -160,10 +160,13 @@ class LLM:
             while answers:
                 for output in self.core.step():
                     self._take(output, answers)
+                if self.core.is_stalled:
+                    self.core.wait(0.01)
         finally:
             for request_id in answers:
                 self.core.abort(request_id)
-            if answers:
+            # Takes the last words of what was aborted, here or at a stop string.
+            while self.core.has_work:
                 self.core.step()
         return results
 
