@@ -30,6 +30,8 @@ QUERY_BLOCK = 128
 # Decodes share one padded product while the longest context is at most this many times the shortest, plus the slack.
 SPREAD_RATIO = 1.5
 SPREAD_SLACK = 64
+# Below this many sequences the fused CPU attention is faster than two batched products; from here on it is slower.
+_SMALL_DECODE = 3
 
 
 def half_indices(block_ids: NDArray[np.int32], num_layers: int, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -143,11 +145,18 @@ def decode_planned(
     key `heads / kv_heads` times and runs a matrix product with one row.
     """
     batch, heads, dim = q.shape
-    kv = halves.index_select(0, plan.index[layer]).view(2, batch, -1, num_kv_heads, dim)
-    k, v = kv[:, :, : plan.context_len].transpose(2, 3).unbind(0)
-    grouped = q.view(batch, num_kv_heads, heads // num_kv_heads, dim)
-    out = torch.nn.functional.scaled_dot_product_attention(grouped, k, v, attn_mask=plan.mask, scale=scale)
-    return out.reshape(batch, heads, dim)
+    group = heads // num_kv_heads
+    kv = halves.index_select(0, plan.index[layer]).view(2, batch, -1, num_kv_heads, dim)[:, :, : plan.context_len]
+    if batch < _SMALL_DECODE:
+        k, v = kv.transpose(2, 3).unbind(0)
+        grouped = q.view(batch, num_kv_heads, group, dim)
+        out = torch.nn.functional.scaled_dot_product_attention(grouped, k, v, attn_mask=plan.mask, scale=scale)
+        return out.reshape(batch, heads, dim)
+    k, v = kv.transpose(2, 3).reshape(2, batch * num_kv_heads, plan.context_len, dim).unbind(0)
+    scores = torch.bmm(q.reshape(batch * num_kv_heads, group, dim), k.transpose(1, 2)).mul_(scale)
+    if plan.mask is not None:
+        scores.view(batch, num_kv_heads, group, plan.context_len).add_(plan.mask)
+    return torch.bmm(torch.softmax(scores, -1), v).view(batch, heads, dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,15 +203,14 @@ def prefill_planned(
     tokens, heads, dim = q.shape
     group = heads // num_kv_heads
     kv = halves.index_select(0, plan.index[layer]).view(2, -1, num_kv_heads, dim)[:, : plan.context_len]
-    k = kv[0].permute(1, 2, 0)
-    v = kv[1].permute(1, 0, 2)
+    k, v = kv.transpose(1, 2).contiguous().unbind(0)
     rows = (q.view(tokens, num_kv_heads, group, dim).permute(1, 0, 2, 3) * scale).reshape(num_kv_heads, -1, dim)
     out = torch.empty_like(rows)
     for low in range(0, tokens, QUERY_BLOCK):
         high = min(low + QUERY_BLOCK, tokens)
         first_new, num_keys = plan.num_cached + low, plan.num_cached + high
         block = slice(low * group, high * group)
-        scores = torch.bmm(rows[:, block], k[:, :, :num_keys])
+        scores = torch.bmm(rows[:, block], k[:, :num_keys].transpose(1, 2))
         diagonal = scores.view(num_kv_heads, high - low, group, num_keys)[..., first_new:]
         diagonal.masked_fill_(_causal_mask(high - low, q.device), float("-inf"))
         torch.bmm(torch.softmax(scores, -1), v[:, :num_keys], out=out[:, block])

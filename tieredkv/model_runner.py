@@ -9,14 +9,19 @@ Invariants: `execute` computes logits only where a token is sampled and returns 
 
 from __future__ import annotations
 
+import logging
+import weakref
 from array import array
 from collections.abc import Sequence as Seq
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
-from tieredkv import attention, models
+from tieredkv import fused, models
+from tieredkv.attention import KVBatch, register
 from tieredkv.batch import Batch, SampledToken, build_batch
 from tieredkv.config import Config, format_size
 from tieredkv.errors import ConfigError, UnsupportedModelError
@@ -27,6 +32,8 @@ from tieredkv.sampler import Sampler
 from tieredkv.sequence import ScheduledSequence, Sequence
 from tieredkv.types import EngineRequest, SamplingParams
 
+logger = logging.getLogger(__name__)
+
 _CPU_POOL_MOST_NBYTES = 4 * 1024**3
 _CHECK_TOKENS = 40
 # Two sequences side by side: prefill beside prefill, decode beside prefill, decode beside decode.
@@ -35,18 +42,25 @@ _CHECK_PARTS = [(21, 1, 1, 17), (17, 19, 1, 3)]
 _CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 
 
+class Forward(Protocol):
+    """One pass of a model: logits [N, vocabulary] of the `rows` [N] of the tokens; token_ids, positions int64 [T]."""
+
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, kv_batch: KVBatch
+    ) -> torch.Tensor: ...
+
+
 class ModelRunner:
     """One loaded model with its block pool. Used by one thread."""
 
     def __init__(self, loaded: LoadedModel, config: Config) -> None:
         """Raises `ConfigError` when the pool would not hold even one block for a sequence."""
-        attention.register()
+        register()
         self.loaded = loaded
         self.layout = loaded.layout
         self.device = loaded.device
-        self._check_ids = _check_prompt(loaded.vocab_size)
-        self._check_logits = models.stock_logits(loaded.model, self._check_ids)
-        self.num_blocks = plan_num_blocks(loaded, config)
+        self._prepared = _prepare(loaded)
+        self.num_blocks = plan_num_blocks(loaded, config, self._prepared.forward)
         self.pool = KVPool(loaded.layout, self.num_blocks, loaded.device, loaded.dtype)
         self._sampler = Sampler()
 
@@ -61,18 +75,18 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, batch: Batch) -> torch.Tensor:
         """Run the batch; [N, vocabulary], one row per entry of `batch.sampled`."""
-        return _forward(self.loaded, batch, self.pool)
+        return _run(self._prepared.forward, batch, self.pool)
 
     def warm_up(self) -> None:
         """Run once what the first request would otherwise wait for."""
-        self._replay([_CHECK_PARTS[0]])
+        _deviation(self.loaded, self._prepared, _CHECK_PARTS)
 
     def self_check(self) -> None:
         """Compare logits of the whole path (prefill in parts, decode, both mixed) with stock transformers'.
 
         Raises `UnsupportedModelError` with the deviation when it is larger than rounding explains.
         """
-        deviation = self._replay(_CHECK_PARTS)
+        deviation = _deviation(self.loaded, self._prepared, _CHECK_PARTS)
         tolerance = _CHECK_TOLERANCE[self.loaded.dtype]
         if not deviation <= tolerance:
             raise UnsupportedModelError(
@@ -80,47 +94,102 @@ class ModelRunner:
                 f"more than {tolerance:g}: this model would be served wrongly"
             )
 
-    @torch.inference_mode()
-    def _replay(self, all_parts: Seq[tuple[int, ...]]) -> float:
-        """Compute the check prompt once per entry of `all_parts`, step by step in the same batches, in a pool of its own.
 
-        Returns the largest deviation from the stock logits, as a share of the largest stock logit.
-        """
-        block_size = self.layout.block_size
-        num_blocks = -(-_CHECK_TOKENS // block_size)
-        pool = KVPool(self.layout, 1 + num_blocks * len(all_parts), self.device, self.loaded.dtype)
-        sequences = [Sequence(EngineRequest("check", self._check_ids, SamplingParams()), b"") for _ in all_parts]
-        for i, sequence in enumerate(sequences):
-            sequence.block_ids = array("i", range(1 + i * num_blocks, 1 + (i + 1) * num_blocks))
-        expected = self._check_logits.float()
-        worst = 0.0
-        for step in range(max(map(len, all_parts))):
-            scheduled = []
-            for sequence, parts in zip(sequences, all_parts, strict=True):
-                if step < len(parts):
-                    start = sum(parts[:step])
-                    sequence.token_ids = self._check_ids[: start + parts[step]]
-                    scheduled.append(ScheduledSequence(sequence, start, parts[step]))
-            scheduled.sort(key=lambda part: part.num_new != 1)
-            ours = _forward(self.loaded, build_batch(scheduled, block_size), pool).float()
-            rows = torch.tensor([part.end - 1 for part in scheduled], device=self.device)
-            worst = max(worst, (ours - expected[rows]).abs().max().item())
-        return worst / max(expected.abs().max().item(), 1e-9)
+@dataclass(slots=True)
+class _Prepared:
+    """How a model is run, and stock transformers' logits [_CHECK_TOKENS, vocabulary] of the check prompt."""
+
+    forward: Forward
+    stock_logits: torch.Tensor
 
 
-def _forward(loaded: LoadedModel, batch: Batch, pool: KVPool) -> torch.Tensor:
-    """One pass of the model over `batch`, with keys and values in `pool`; [N, vocabulary]."""
-    device = loaded.device
-    model: Any = loaded.model
-    output = model(
-        input_ids=torch.from_numpy(batch.token_ids).to(device)[None],
-        position_ids=torch.from_numpy(batch.positions).to(device)[None],
-        use_cache=False,
-        logits_to_keep=torch.from_numpy(batch.logits_indices).to(device),
-        kv_batch=attention.KVBatch(batch, pool),
+# Preparing a model on the CPU empties its modules, so a second runner must find what the first one made.
+_prepared_models: WeakKeyDictionary[torch.nn.Module, _Prepared] = WeakKeyDictionary()
+
+
+def _prepare(loaded: LoadedModel) -> _Prepared:
+    """Choose the forward for this model and device; the fused one only after its logits were seen to be stock's."""
+    known = _prepared_models.get(loaded.model)
+    if known is not None:
+        return known
+    prepared = _Prepared(
+        forward=_StockForward(loaded.model),
+        stock_logits=models.stock_logits(loaded.model, _check_prompt(loaded.vocab_size)),
     )
-    logits: torch.Tensor = output.logits[0]
-    return logits
+    candidate = fused.from_model(loaded.model, loaded.layout) if loaded.device.type == "cpu" else None
+    if candidate is not None:
+        prepared.forward = candidate
+        deviation = _deviation(loaded, prepared, _CHECK_PARTS[:1])
+        if deviation <= _CHECK_TOLERANCE[loaded.dtype]:
+            candidate.pack()
+        else:
+            logger.warning("%s: fused layers deviate by %.2g, running transformers' own", loaded.name, deviation)
+            prepared.forward = _StockForward(loaded.model)
+    _prepared_models[loaded.model] = prepared
+    return prepared
+
+
+@torch.inference_mode()
+def _deviation(loaded: LoadedModel, prepared: _Prepared, all_parts: Seq[tuple[int, ...]]) -> float:
+    """Compute the check prompt once per entry of `all_parts`, step by step in the same batches, in a pool of its own.
+
+    Returns the largest deviation from the stock logits, as a share of the largest stock logit.
+    """
+    block_size = loaded.layout.block_size
+    num_blocks = -(-_CHECK_TOKENS // block_size)
+    prompt = _check_prompt(loaded.vocab_size)
+    pool = KVPool(loaded.layout, 1 + num_blocks * len(all_parts), loaded.device, loaded.dtype)
+    sequences = [Sequence(EngineRequest("check", prompt, SamplingParams()), b"") for _ in all_parts]
+    for i, sequence in enumerate(sequences):
+        sequence.block_ids = array("i", range(1 + i * num_blocks, 1 + (i + 1) * num_blocks))
+    expected = prepared.stock_logits.float()
+    worst = 0.0
+    for step in range(max(map(len, all_parts))):
+        scheduled = []
+        for sequence, parts in zip(sequences, all_parts, strict=True):
+            if step < len(parts):
+                start = sum(parts[:step])
+                sequence.token_ids = prompt[: start + parts[step]]
+                scheduled.append(ScheduledSequence(sequence, start, parts[step]))
+        scheduled.sort(key=lambda part: part.num_new != 1)
+        ours = _run(prepared.forward, build_batch(scheduled, block_size), pool).float()
+        rows = torch.tensor([part.end - 1 for part in scheduled], device=loaded.device)
+        worst = max(worst, (ours - expected[rows]).abs().max().item())
+    return worst / max(expected.abs().max().item(), 1e-9)
+
+
+class _StockForward:
+    """The transformers model driven from outside: everything as it computes it, but attention."""
+
+    def __init__(self, model: Any) -> None:
+        # Weak: the registry of prepared models must not keep a model alive that nobody else uses.
+        self._model = weakref.ref(model)
+
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, kv_batch: KVBatch
+    ) -> torch.Tensor:
+        """See `Forward`."""
+        model: Any = self._model()
+        output = model(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=rows,
+            kv_batch=kv_batch,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+def _run(forward: Forward, batch: Batch, pool: KVPool) -> torch.Tensor:
+    """One pass over `batch`, with keys and values in `pool`; logits [N, vocabulary]."""
+    device = pool.device
+    return forward(
+        torch.from_numpy(batch.token_ids).to(device),
+        torch.from_numpy(batch.positions).to(device),
+        torch.from_numpy(batch.logits_indices).to(device),
+        KVBatch(batch, pool),
+    )
 
 
 def _check_prompt(vocab_size: int) -> list[int]:
@@ -129,7 +198,7 @@ def _check_prompt(vocab_size: int) -> list[int]:
     return ids
 
 
-def plan_num_blocks(loaded: LoadedModel, config: Config) -> int:
+def plan_num_blocks(loaded: LoadedModel, config: Config, forward: Forward) -> int:
     """How many blocks the pool gets, the null block included. Raises `ConfigError` when not one usable block fits."""
     cache = config.cache
     if cache.num_gpu_blocks_override is not None:
@@ -139,7 +208,7 @@ def plan_num_blocks(loaded: LoadedModel, config: Config) -> int:
         room, key = cache.kv_cache_memory, "kv_cache_memory"
         num_blocks = room // block_nbytes
     else:
-        room = _room_nbytes(loaded, config)
+        room = _room_nbytes(loaded, config, forward)
         key = "gpu_memory_utilization" if loaded.device.type == "cuda" else "kv_cache_memory"
         most_useful = 1 + config.scheduler.max_num_seqs * -(-loaded.max_model_len // cache.block_size)
         num_blocks = min(room // block_nbytes, most_useful)
@@ -150,17 +219,17 @@ def plan_num_blocks(loaded: LoadedModel, config: Config) -> int:
     return num_blocks
 
 
-def _room_nbytes(loaded: LoadedModel, config: Config) -> int:
+def _room_nbytes(loaded: LoadedModel, config: Config, forward: Forward) -> int:
     """Bytes that the pool may take where the user named no size."""
     if loaded.device.type != "cuda":
         return min(free_memory_nbytes() // 4, _CPU_POOL_MOST_NBYTES)
     free, total = torch.cuda.mem_get_info(loaded.device)
     used = total - free
-    return int(total * config.cache.gpu_memory_utilization) - used - _activation_nbytes(loaded, config)
+    return int(total * config.cache.gpu_memory_utilization) - used - _activation_nbytes(loaded, config, forward)
 
 
 @torch.inference_mode()
-def _activation_nbytes(loaded: LoadedModel, config: Config) -> int:
+def _activation_nbytes(loaded: LoadedModel, config: Config, forward: Forward) -> int:
     """Peak bytes that the largest step takes beside weights and pool, found by running one on the GPU."""
     longest = min(config.scheduler.max_num_batched_tokens, loaded.max_model_len)
     num_blocks = -(-longest // loaded.layout.block_size)
@@ -175,6 +244,6 @@ def _activation_nbytes(loaded: LoadedModel, config: Config) -> int:
     torch.cuda.synchronize(loaded.device)
     torch.cuda.reset_peak_memory_stats(loaded.device)
     before = torch.cuda.memory_allocated(loaded.device)
-    _forward(loaded, build_batch(scheduled, loaded.layout.block_size), pool)
+    _run(forward, build_batch(scheduled, loaded.layout.block_size), pool)
     torch.cuda.synchronize(loaded.device)
     return torch.cuda.max_memory_allocated(loaded.device) - before + pool.nbytes

@@ -11,10 +11,14 @@ is finite as long as writers are: fresh memory is zero, and whoever opens a bloc
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tieredkv.layout import KVLayout
 
@@ -47,6 +51,11 @@ class KVPool:
     def nbytes(self) -> int:
         return self.num_blocks * self.layout.block_nbytes
 
+    def as_bytes(self) -> NDArray[np.uint8]:
+        """The blocks of a pool in CPU memory as uint8 `[num_blocks, block_nbytes]`, sharing its memory."""
+        array: NDArray[np.uint8] = self.blocks.view(torch.uint8).view(self.num_blocks, -1).numpy()
+        return array
+
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         """Fill whole blocks with zeros, in all layers."""
         if block_ids:
@@ -54,8 +63,15 @@ class KVPool:
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros of `shape`. On the CPU through calloc, which leaves untouched pages unmapped: a pool of any size opens at once."""
+    """Zeros of `shape`.
+
+    On the CPU an anonymous mapping: its pages exist only once written, so a pool of any size opens at once, and they are
+    huge where the kernel allows it, which matters because a decode step reads short runs all over the pool.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    num_nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_nbytes, dtype=np.uint8)).view(dtype).view(shape)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
