@@ -6,9 +6,8 @@ import numpy as np
 
 from tests.fakes import FakeRunner, ManualClock, make_core
 from tieredkv.core import EngineCore
-from tieredkv.gate import CostGate
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.tier import StoreOutcome
+from tieredkv.storage.tier import StoreOutcome, TierUsage
 from tieredkv.tier_faces import LoadResult, LookupResult, StoreResult
 from tieredkv.tiers import Tiers
 from tieredkv.transfer import Copy
@@ -51,6 +50,15 @@ class FakeDisk:
         self.accepts = True
         self.capacity = capacity
         self._answers: list = []
+
+    fault = None
+    queued_nbytes = (0, 0)
+
+    def usage(self) -> TierUsage:
+        return TierUsage(self.capacity, len(self.blocks), len(self.blocks), len(self.blocks))
+
+    def close(self, timeout_s: float) -> bool:
+        return not self.pending
 
     def lookup(self, hashes, tag) -> bool:
         self.pending.append(("lookup", list(hashes), tag))
@@ -122,20 +130,23 @@ class TieredCore:
         self.disk = disk
         made: dict = {}
 
-        def make_tiers(pool):
+        def make_tiers(pool, gate, wake):
             runner = made["runner"]
             block_nbytes = runner.slots.nbytes // runner.num_blocks
             # Slots start at page borders: the capacity is counted in pages.
             self.host = HostArena(block_nbytes, num_slots * 4096, clock_us=lambda: int(self.clock.now_s * 1e6))
             self.copies = HandCrankedCopies(runner)
-            gate = CostGate(policy, runner.block_size, block_nbytes)
             return Tiers(
                 pool, self.copies, self.host, disk, gate, clock=self.clock, timeout_s=5.0, block_nbytes=block_nbytes
             )
 
         self.core: EngineCore
         self.core, self.runner = make_core(
-            clock=self.clock, make_tiers=make_tiers, on_runner=lambda runner: made.update(runner=runner), **settings
+            clock=self.clock,
+            make_tiers=make_tiers,
+            on_runner=lambda runner: made.update(runner=runner),
+            restore=policy,
+            **settings,
         )
         self.tiers = self.core.tiers
 

@@ -103,6 +103,32 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TierConfig:
+    """The tiers below the device."""
+
+    host_memory: int | None = _setting(
+        None,
+        "Size of the host tier, such as 8GiB; 0 turns it off. Default: a quarter of the free memory, at most 4 GiB on CPU.",
+        size=True,
+    )
+    disk_path: str | None = _setting(
+        None, "Directory of the disk tier; none turns it off. `tieredkv serve` defaults to the user's cache directory."
+    )
+    disk_size: int = _setting(10 * 1024**3, "Hard cap on the files of the disk tier, such as 100GiB.", size=True)
+    kv_codec: str = _setting(
+        "raw", "How blocks are stored on disk; auto measures which is faster here.", choices=("raw", "zstd", "auto")
+    )
+    restore: str = _setting(
+        "auto",
+        "When to bring blocks back: auto if it is predicted to beat computing them, always, or never.",
+        choices=("always", "auto", "never"),
+    )
+    restore_timeout: float = _setting(
+        5.0, "Longest time in seconds that a request waits for its blocks; then the rest is computed.", low=0.001
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """How requests share a step."""
 
@@ -139,6 +165,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    tiers: TierConfig = field(default_factory=TierConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
@@ -150,12 +177,17 @@ class Config:
         file: str | os.PathLike[str] | None = None,
         environ: Mapping[str, str] | None = None,
         source: str = "argument",
+        defaults: Mapping[str, Any] | None = None,
     ) -> Config:
         """Read `file` (TOML with one table per section), then `TIEREDKV_*` in `environ`, then `overrides` (None = unset).
+        `defaults` replace the defaults of the fields.
 
         Keys are the field names, which are unique over all sections. Raises `ConfigError`.
         """
         values: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+        for key, value in (defaults or {}).items():
+            section = _section_of(key, "default")
+            values[section][key] = _check(section, key, value, "default")
         if file is not None:
             for section, key, value, where in _read_file(Path(file)):
                 values[section][key] = _check(section, key, value, where)
@@ -182,6 +214,7 @@ class Config:
 _SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig,
     "cache": CacheConfig,
+    "tiers": TierConfig,
     "scheduler": SchedulerConfig,
     "server": ServerConfig,
 }

@@ -23,9 +23,11 @@ from tieredkv.blocks import BlockPool
 from tieredkv.cache import CacheManager, Cleared
 from tieredkv.config import Config
 from tieredkv.errors import InvariantError, RequestError
+from tieredkv.gate import CostGate
 from tieredkv.metrics import EngineMetrics
 from tieredkv.scheduler import Scheduler
 from tieredkv.sequence import ScheduledSequence, Sequence, SequenceStatus
+from tieredkv.tier_report import report
 from tieredkv.tiers import Tiers
 from tieredkv.types import EngineOutput, EngineRequest, FinishReason, TokenSources
 
@@ -57,7 +59,8 @@ class EngineCore:
         vocab_size: int,
         metrics: EngineMetrics,
         clock: Callable[[], float] = time.monotonic,
-        make_tiers: Callable[[BlockPool], Tiers] | None = None,
+        block_nbytes: int = 1,
+        make_tiers: Callable[[BlockPool, CostGate, Callable[[], None]], Tiers] | None = None,
     ) -> None:
         self.block_size = config.cache.block_size
         self.max_model_len = max_model_len
@@ -69,7 +72,11 @@ class EngineCore:
         self.pool = BlockPool(runner.num_blocks)
         if self.pool.num_usable * self.block_size < max_model_len:
             raise InvariantError(f"{self.pool.num_usable} blocks cannot hold one sequence of {max_model_len} tokens")
-        self.tiers = make_tiers(self.pool) if make_tiers is not None else None
+        # Set from any thread when something that `step` polls has happened; `on_wake` is called then as well.
+        self.wakeup = threading.Event()
+        self.on_wake: Callable[[], None] = self.wakeup.set
+        self.gate = CostGate(config.tiers.restore, self.block_size, block_nbytes)
+        self.tiers = make_tiers(self.pool, self.gate, self._wake) if make_tiers is not None else None
         self.cache = CacheManager(
             self.pool,
             self.block_size,
@@ -80,8 +87,7 @@ class EngineCore:
         self.scheduler = Scheduler(self.cache, config.scheduler, clock)
         self._sequences: dict[str, Sequence] = {}
         self._outputs: list[EngineOutput] = []
-        # Set from any thread when something that `step` polls has happened.
-        self.wakeup = threading.Event()
+        metrics.watch(lambda: report(self.pool, block_nbytes, self.tiers))
         # Whether the last step had nothing to compute because all requests wait for the tiers.
         self.is_stalled = False
 
@@ -137,7 +143,7 @@ class EngineCore:
     def step(self) -> list[EngineOutput]:
         """Compute one batch; returns what is new for each request, also for those that were aborted since the last step."""
         began_s = self._clock()
-        num_preempted, num_evicted = self.scheduler.num_preemptions, self.pool.num_evicted
+        num_preempted = self.scheduler.num_preemptions
         parts: list[ScheduledSequence] = []
         try:
             for sequence in self.cache.poll():
@@ -156,10 +162,9 @@ class EngineCore:
                 seconds,
                 num_tokens,
                 self.scheduler.num_preemptions - num_preempted,
-                self.pool.num_evicted - num_evicted,
             )
+            self.gate.measure_step(num_tokens, seconds)
             if self.tiers is not None:
-                self.tiers.gate.measure_step(num_tokens, seconds)
                 self.tiers.work_ahead()
         self._report_gauges()
         outputs, self._outputs = self._outputs, []
@@ -178,6 +183,18 @@ class EngineCore:
         """Save all blocks that no lower tier is certain to keep; False if `timeout_s` seconds were not enough."""
 
         return self.tiers is None or self.tiers.flush(timeout_s, self.wait)
+
+    def close(self, timeout_s: float) -> bool:
+        """Save what would be lost and stop the tiers; False if `timeout_s` seconds were not enough. Nothing runs afterwards."""
+        if self.tiers is None:
+            return True
+        deadline_s = self._clock() + timeout_s
+        saved = self.flush(timeout_s)
+        return self.tiers.close(max(deadline_s - self._clock(), 1.0)) and saved
+
+    def _wake(self) -> None:
+        self.wakeup.set()
+        self.on_wake()
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until something that `step` polls has happened, at most `timeout_s` seconds."""
@@ -279,7 +296,9 @@ class EngineCore:
             if sequence.reported_admissions == sequence.num_preemptions:
                 sequence.reported_admissions += 1
                 if sequence.num_preemptions == 0:
-                    self.metrics.admitted(_sources(sequence), self._clock() - sequence.request.arrival_s)
+                    sources = _sources(sequence)
+                    saved_s = self.gate.prefill_seconds(sources.cached)
+                    self.metrics.admitted(sources, self._clock() - sequence.request.arrival_s, saved_s)
                 else:
                     self.metrics.readmitted(sequence.num_tokens - part.start)
 
@@ -289,7 +308,6 @@ class EngineCore:
             len(self.scheduler.running),
             len(self.scheduler.waiting),
             used / self.pool.num_usable,
-            self.pool.num_committed,
         )
 
 

@@ -23,10 +23,10 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from tieredkv.config import Config
+from tieredkv.build import Progress, build_core, load_runner
+from tieredkv.config import Config, format_size
 from tieredkv.core import EngineCore
-from tieredkv.errors import CapacityError, ConfigError, RequestError, TieredKVError
-from tieredkv.metrics import EngineMetrics
+from tieredkv.errors import CapacityError, RequestError, TieredKVError
 from tieredkv.types import EngineOutput, EngineRequest, FinishReason, SamplingParams, TokenSources
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Progress = Callable[[str, float], None]
 _TIER_POLL_S = 0.02
 
 
@@ -47,57 +46,6 @@ def fan_out(request_id: str, sampling: SamplingParams) -> list[tuple[str, Sampli
         return [(request_id, sampling)]
     seeds = [None if sampling.seed is None else (sampling.seed + i) % 2**63 for i in range(sampling.n)]
     return [(f"{request_id}-{i}", sampling.replace(n=1, seed=seed)) for i, seed in enumerate(seeds)]
-
-
-def load_runner(config: Config, progress: Progress | None = None) -> ModelRunner:
-    """Load the model and size the pool. Raises `ConfigError` or `UnsupportedModelError`; takes seconds."""
-    from tieredkv.model_runner import ModelRunner
-    from tieredkv.models import load_model
-
-    return ModelRunner(load_model(config.model, config.cache.block_size, progress), config)
-
-
-def build_core(runner: ModelRunner, config: Config) -> EngineCore:
-    """The core for a loaded model: the longest sequence is what model, settings and pool allow together.
-
-    Raises `ConfigError` when `max_model_len` was asked for and does not fit.
-    """
-    loaded = runner.loaded
-    fits = (runner.num_blocks - 1) * config.cache.block_size
-    wanted = config.model.max_model_len
-    if wanted is not None and wanted > loaded.max_model_len:
-        raise ConfigError(
-            f"the model was made for at most {loaded.max_model_len} tokens, got {wanted}", key="max_model_len"
-        )
-    if wanted is not None and wanted > fits:
-        raise ConfigError(
-            f"the pool of {runner.num_blocks} blocks holds {fits} tokens, fewer than the {wanted} asked for; "
-            "give it more memory (--kv-cache-memory) or ask for less",
-            key="max_model_len",
-        )
-    metrics = EngineMetrics(served_model_name(config, loaded.name), config.server.metrics_prefix)
-    metrics.describe(
-        {
-            "block_size": config.cache.block_size,
-            "cache_dtype": loaded.layout.dtype,
-            "enable_prefix_caching": config.cache.enable_prefix_caching,
-            "gpu_memory_utilization": config.cache.gpu_memory_utilization,
-            "num_gpu_blocks": runner.num_blocks,
-            "block_nbytes": loaded.layout.block_nbytes,
-        }
-    )
-    return EngineCore(
-        runner,
-        config,
-        namespace=loaded.namespace.digest,
-        max_model_len=min(loaded.max_model_len, fits, wanted or loaded.max_model_len),
-        vocab_size=loaded.vocab_size,
-        metrics=metrics,
-    )
-
-
-def served_model_name(config: Config, loaded_name: str) -> str:
-    return config.model.served_model_name[0] if config.model.served_model_name else loaded_name
 
 
 def _nothing() -> None:
@@ -142,7 +90,7 @@ class Engine:
         loaded = runner.loaded
         self.config = config
         self.tokenizer: Tokenizer = loaded.tokenizer
-        self.model_name = served_model_name(config, loaded.name)
+        self.model_name = core.metrics.model_name
         self.max_model_len = core.max_model_len
         self.vocab_size = loaded.vocab_size
         self.eos_token_ids = loaded.eos_token_ids
@@ -159,6 +107,7 @@ class Engine:
         self._draining = False
         self._dead: str | None = None
         self._is_saving = False
+        core.on_wake = self.wake
         self._thread = threading.Thread(target=self._run, name="tieredkv-engine", daemon=True)
 
     @classmethod
@@ -166,6 +115,18 @@ class Engine:
         """Load the model and make its engine, not yet started. Raises `ConfigError` or `UnsupportedModelError`."""
         runner = load_runner(config, progress)
         return cls(build_core(runner, config), runner, config)
+
+    def describe_tiers(self) -> list[tuple[str, str]]:
+        """The tiers below the device, for people: name and size, or what is wrong with it."""
+        tiers = self._core.tiers
+        if tiers is None:
+            return []
+        host = format_size(tiers.host.usage().capacity_nbytes) + ("" if tiers.host.keeps else " (staging only)")
+        found = [("host", host)]
+        if tiers.disk is not None:
+            path, size = self.config.tiers.disk_path, format_size(self.config.tiers.disk_size)
+            found.append(("disk", f"down: {tiers.disk.fault}" if tiers.disk.fault else f"{size} in {path}"))
+        return found
 
     def start(self) -> None:
         self._thread.start()
@@ -254,12 +215,15 @@ class Engine:
             return "the engine has not been started"
         return None if self._thread.is_alive() else "the engine thread has ended"
 
-    def close(self) -> None:
-        """Stop the thread after its current step. Requests that still run end with an error."""
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop the thread after its current step. Requests that still run end with an error; what the disk tier does not hold
+        yet is saved, for at most `timeout_s` seconds.
+        """
         self._draining = True
         if self._thread.is_alive():
             self._inbox.put(None)
             self._thread.join()
+        self._core.close(timeout_s)
 
     def _run(self) -> None:
         try:

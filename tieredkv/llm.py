@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tieredkv import hashing
+from tieredkv.build import Progress, build_core, load_runner
 from tieredkv.config import Config
-from tieredkv.engine import Progress, build_core, fan_out, load_runner
+from tieredkv.engine import fan_out
 from tieredkv.errors import RequestError, TieredKVError
 from tieredkv.tokenizer import Detokenizer
 from tieredkv.types import EngineOutput, EngineRequest, FinishReason, SamplingParams, TokenLogprob, TokenSources
@@ -75,11 +76,11 @@ class LLM:
 
     def __init__(self, model: str | None = None, *, progress: Progress | None = None, **config: Any) -> None:
         self.config = Config.load(({"model": model} if model is not None else {}) | config)
-        runner = load_runner(self.config, progress)
-        self.core = build_core(runner, self.config)
-        self.tokenizer = runner.loaded.tokenizer
-        self.model_folder = runner.loaded.folder
-        self._eos_token_ids = runner.loaded.eos_token_ids
+        self.runner = load_runner(self.config, progress)
+        self.core = build_core(self.runner, self.config)
+        self.tokenizer = self.runner.loaded.tokenizer
+        self.model_folder = self.runner.loaded.folder
+        self._eos_token_ids = self.runner.loaded.eos_token_ids
         self._counter = itertools.count()
 
     def get_tokenizer(self) -> Any:
@@ -128,6 +129,16 @@ class LLM:
         """Compute the prompts' blocks so that later requests find them; returns per prompt what was there and what was not."""
         outputs = self.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1), cache_salt=cache_salt)
         return [output.sources for output in outputs]
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Save what the disk tier does not hold yet and close it; False if `timeout_s` seconds were not enough."""
+        return self.core.close(timeout_s)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; True when none is left."""

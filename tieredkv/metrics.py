@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from tieredkv.types import FinishReason, TokenSources
 
@@ -26,6 +28,44 @@ TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20
 # fmt: on
 
 P = ParamSpec("P")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One number of a part that keeps its own totals. `kind` is "counter" or "gauge"; `labels` tells rows of one name apart."""
+
+    kind: str
+    name: str
+    doc: str
+    value: float
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+class _Samples:
+    """Reads a part's totals at every scrape. A part that fails to report is left out, and the rest is reported."""
+
+    def __init__(self, prefix: str, model_name: str, read: Callable[[], Iterable[Sample]]) -> None:
+        self._prefix = prefix
+        self._model_name = model_name
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        try:
+            samples = list(self._read())
+        except Exception:
+            logger.exception("a part of the engine could not report its metrics")
+            return
+        for sample in samples:
+            labels = {"model_name": self._model_name, **sample.labels}
+            if sample.name not in families:
+                make = CounterMetricFamily if sample.kind == "counter" else GaugeMetricFamily
+                families[sample.name] = make(self._prefix + sample.name, sample.doc, labels=list(labels))
+            families[sample.name].add_metric(list(labels.values()), sample.value)
+        yield from families.values()
+
+    def describe(self) -> list[Metric]:
+        return []
 
 
 def _never_fails(
@@ -49,8 +89,8 @@ class EngineMetrics:
     def __init__(self, model_name: str, prefix: str = "tieredkv:") -> None:
         self.registry = CollectorRegistry()
         self.num_failed_updates = 0
+        self.model_name = model_name
         self._prefix = prefix
-        self._model_name = model_name
         label = ["model_name"]
 
         def counter(name: str, doc: str, *labels: str) -> Counter:
@@ -72,16 +112,17 @@ class EngineMetrics:
         by_source = counter("prompt_tokens_cached_by_source", "Prompt tokens served by a tier of the cache.", "source")
         self._by_source = {s: by_source.labels(model_name, s) for s in ("device", "host", "disk")}
         self._computed = plain("prompt_tokens_computed", "Prompt tokens computed by the model.")
+        self._saved = plain(
+            "prefill_seconds_saved", "Estimated time that computing the cached prompt tokens would take."
+        )
         self._recomputed = plain("recomputed_tokens", "Tokens computed again after a preemption.")
         self._preemptions = plain("num_preemptions", "Requests that gave their blocks back to others.")
-        self._evictions = plain("device_evictions", "Findable device blocks reused for something else.")
         self._failed_steps = plain("failed_steps", "Steps of the engine that raised an error.")
         finished = counter("request_success", "Requests that ended, by reason.", "finished_reason")
         self._finished = {reason: finished.labels(model_name, reason.value) for reason in FinishReason}
         self._running = gauge("num_requests_running", "Requests that compute.")
         self._waiting = gauge("num_requests_waiting", "Requests that wait.")
         self._usage = gauge("kv_cache_usage_perc", "Share of device blocks in use by requests, 0 to 1.")
-        self._resident = gauge("device_blocks_committed", "Findable device blocks.")
         self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
         self._itl = histogram("inter_token_latency_seconds", "Time between tokens of a request.", ITL_BUCKETS_S)
         self._tpot = histogram("request_time_per_output_token_seconds", "Mean of it per request.", ITL_BUCKETS_S)
@@ -104,10 +145,15 @@ class EngineMetrics:
             ["model_name", *names],
             registry=self.registry,
         )
-        info.labels(self._model_name, *(str(facts[n]) for n in names)).set(1)
+        info.labels(self.model_name, *(str(facts[n]) for n in names)).set(1)
+
+    def watch(self, read: Callable[[], Iterable[Sample]]) -> None:
+        """Report what `read()` returns at every scrape; it is called from the scraping thread."""
+        self.registry.register(_Samples(self._prefix, self.model_name, read))
 
     @_never_fails
-    def admitted(self, sources: TokenSources, queue_s: float) -> None:
+    def admitted(self, sources: TokenSources, queue_s: float, saved_s: float = 0.0) -> None:
+        """`saved_s` is the estimated time that computing the cached tokens would have taken."""
         self._prompt_tokens.inc(sources.total)
         self._queries.inc(sources.total)
         self._hits.inc(sources.cached)
@@ -115,6 +161,7 @@ class EngineMetrics:
         self._by_source["host"].inc(sources.host)
         self._by_source["disk"].inc(sources.disk)
         self._computed.inc(sources.computed)
+        self._saved.inc(saved_s)
         self._prompt_sizes.observe(sources.total)
         self._queue.observe(queue_s)
 
@@ -144,19 +191,17 @@ class EngineMetrics:
             self._tpot.observe(decode_s / (num_tokens - 1))
 
     @_never_fails
-    def step(self, seconds: float, num_tokens: int, num_preempted: int, num_evicted: int) -> None:
+    def step(self, seconds: float, num_tokens: int, num_preempted: int) -> None:
         self._step.observe(seconds)
         self._step_tokens.observe(num_tokens)
         self._preemptions.inc(num_preempted)
-        self._evictions.inc(num_evicted)
 
     @_never_fails
     def failed_step(self) -> None:
         self._failed_steps.inc()
 
     @_never_fails
-    def gauges(self, num_running: int, num_waiting: int, usage: float, num_committed: int) -> None:
+    def gauges(self, num_running: int, num_waiting: int, usage: float) -> None:
         self._running.set(num_running)
         self._waiting.set(num_waiting)
         self._usage.set(usage)
-        self._resident.set(num_committed)

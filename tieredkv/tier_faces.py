@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tieredkv.storage.tier import StoreOutcome
+from tieredkv.storage.tier import StoreOutcome, TierUsage
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,16 @@ class HostTier(Protocol):
     def num_slots(self) -> int: ...
 
     @property
+    def keeps(self) -> bool:
+        """Whether blocks stay after their last lease; otherwise slots only let blocks pass."""
+        ...
+
+    @property
     def num_free(self) -> int:
         """Slots that hold nothing."""
         ...
+
+    def usage(self) -> TierUsage: ...
 
     def __contains__(self, block_hash: bytes) -> bool:
         """Whether a READY slot holds the block."""
@@ -118,6 +125,20 @@ class DiskTier(Protocol):
         """Whether the writer takes more now: it is healthy and its queue is below its bound."""
         ...
 
+    @property
+    def fault(self) -> str | None:
+        """What is wrong with the tier, for people."""
+        ...
+
+    @property
+    def queued_nbytes(self) -> tuple[int, int]:
+        """Bytes of reads and of writes that wait or run."""
+        ...
+
+    def usage(self) -> TierUsage:
+        """As last seen; never waits."""
+        ...
+
     def lookup(self, hashes: Sequence[bytes], tag: Any) -> bool:
         """Ask how many of `hashes`, from the first one on, are stored; False if it cannot be asked now."""
         ...
@@ -136,4 +157,8 @@ class DiskTier(Protocol):
 
     def poll(self) -> list[DiskResult]:
         """Answers since the last call."""
+        ...
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what is queued and stop; False if that took too long."""
         ...

@@ -170,6 +170,11 @@ class Tiers:
                 return False
             wait(0.01)
 
+    def close(self, timeout_s: float) -> bool:
+        """Stop copies and disk; False if the disk did not finish in time. The host tier's memory goes with the process."""
+        self._copies.close()
+        return self.disk is None or self.disk.close(timeout_s)
+
     def blocks_in_flight(self) -> list[int]:
         """Device blocks that are owned by copies, once per copy."""
         return [*self.spiller.blocks_in_flight(), *self.restorer.blocks_in_flight()]

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 ROWS = {
     9: ["cli", "server", "__main__"],
-    8: ["engine", "llm"],
+    8: ["engine", "llm", "build"],
     7: ["core"],
     6: ["model_runner"],
     5: [
@@ -28,7 +28,7 @@ ROWS = {
         "gguf",
         "gguf_tokenizer",
     ],
-    4: ["scheduler", "cache", "batch", "tiers", "spill", "restore", "gate"],
+    4: ["scheduler", "cache", "batch", "tiers", "spill", "restore", "gate", "tier_report", "disk_tier"],
     3: ["blocks", "sequence", "pool", "transfer", "tier_faces"],
     2: ["kernels", "storage"],
     1: ["config", "layout", "hashing", "metrics", "runtime"],

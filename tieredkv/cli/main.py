@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from tieredkv import __version__
+from tieredkv.checkpoint import cache_dir
 from tieredkv.config import Config, format_size
 from tieredkv.errors import ConfigError, UnsupportedModelError
 
@@ -25,7 +26,13 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 # Typer brings its own copy of click or uses the installed one, depending on its version: take the class from typer.
 _UsageError: Any = typer.BadParameter.__base__
-PANELS = {"model": "Model", "cache": "KV block pool", "scheduler": "Scheduling", "server": "HTTP server"}
+PANELS = {
+    "model": "Model",
+    "cache": "KV block pool",
+    "tiers": "Tiers below the device",
+    "scheduler": "Scheduling",
+    "server": "HTTP server",
+}
 
 SERVE_HELP = """Serve MODEL behind an OpenAI-style API.
 
@@ -36,6 +43,7 @@ Every prefix that was computed stays in a pool of KV blocks, and later requests 
   tieredkv serve                                   the default model on 127.0.0.1:8000
   tieredkv serve ./Qwen3-0.6B --port 9000          a local Hugging Face folder
   tieredkv serve model.gguf --kv-cache-memory 8GiB a GGUF file with a pool of 8 GiB
+  tieredkv serve --disk-path /nvme/kv --disk-size 200GiB   evicted blocks survive there, also a restart
   tieredkv serve --config configs/default.toml     settings from a file; flags win over it
 
 Each flag is also a key of the file and a variable: --max-num-seqs, max_num_seqs, TIEREDKV_MAX_NUM_SEQS.
@@ -74,6 +82,7 @@ def _serve(**given: Any) -> int:
         file=file,
         environ=os.environ,
         source="command line",
+        defaults={"disk_path": str(cache_dir() / "blocks")},
     )
     from tieredkv import runtime
 

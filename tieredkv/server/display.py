@@ -70,6 +70,7 @@ def print_summary(console: Console, engine: Engine, names: Sequence[str], addres
         ("KV blocks", f"{engine.num_blocks:,} of {block_size} tokens"),
         ("tokens that fit", f"{(engine.num_blocks - 1) * block_size:,}"),
         ("pool", format_size(pool_nbytes)),
+        *((f"{tier} tier", text) for tier, text in engine.describe_tiers()),
         ("address", f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"),
     ):
         table.add_row(name, value)

@@ -82,7 +82,7 @@ def serve(config: Config) -> int:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 runner.run(_run(app, service, engine, config, sock))
         finally:
-            engine.close()
+            engine.close(config.server.drain_timeout)
             gc.unfreeze()
     return 0
 

@@ -1,0 +1,148 @@
+"""Puts an engine core together from settings: model, pool, tiers.
+
+The only place that knows which implementation serves on which device. Derived sizes are worked out here or by those who
+need them; settings are never changed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tieredkv.blocks import BlockPool
+from tieredkv.config import Config
+from tieredkv.core import EngineCore
+from tieredkv.disk_tier import ThreadedDisk
+from tieredkv.errors import ConfigError, StorageError
+from tieredkv.gate import CostGate
+from tieredkv.metrics import EngineMetrics
+from tieredkv.runtime import free_memory_nbytes
+from tieredkv.storage.autocodec import make_codec
+from tieredkv.storage.disk import DiskStore, wall_clock_us
+from tieredkv.storage.host import HostArena
+from tieredkv.storage.workers import StorageWorkers
+from tieredkv.tiers import Tiers
+from tieredkv.transfer import ThreadCopyEngine
+
+if TYPE_CHECKING:
+    from tieredkv.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+Wake = Callable[[], None]
+
+_CPU_HOST_MOST_NBYTES = 4 * 1024**3
+# With the host tier off, what passes between device and disk: enough for a batch each way.
+_STAGING_NBYTES = 64 * 1024**2
+
+
+def load_runner(config: Config, progress: Progress | None = None) -> ModelRunner:
+    """Load the model and size the pool. Raises `ConfigError` or `UnsupportedModelError`; takes seconds."""
+    from tieredkv.model_runner import ModelRunner
+    from tieredkv.models import load_model
+
+    return ModelRunner(load_model(config.model, config.cache.block_size, progress), config)
+
+
+def build_core(runner: ModelRunner, config: Config) -> EngineCore:
+    """The core for a loaded model: the longest sequence is what model, settings and pool allow together.
+
+    Raises `ConfigError` when `max_model_len` was asked for and does not fit, or when a tier cannot be had as asked for.
+    """
+    loaded = runner.loaded
+    fits = (runner.num_blocks - 1) * config.cache.block_size
+    wanted = config.model.max_model_len
+    if wanted is not None and wanted > loaded.max_model_len:
+        raise ConfigError(
+            f"the model was made for at most {loaded.max_model_len} tokens, got {wanted}", key="max_model_len"
+        )
+    if wanted is not None and wanted > fits:
+        raise ConfigError(
+            f"the pool of {runner.num_blocks} blocks holds {fits} tokens, fewer than the {wanted} asked for; "
+            "give it more memory (--kv-cache-memory) or ask for less",
+            key="max_model_len",
+        )
+    name = config.model.served_model_name[0] if config.model.served_model_name else loaded.name
+    metrics = EngineMetrics(name, config.server.metrics_prefix)
+    metrics.describe(
+        {
+            "block_size": config.cache.block_size,
+            "cache_dtype": loaded.layout.dtype,
+            "enable_prefix_caching": config.cache.enable_prefix_caching,
+            "gpu_memory_utilization": config.cache.gpu_memory_utilization,
+            "num_gpu_blocks": runner.num_blocks,
+            "block_nbytes": loaded.layout.block_nbytes,
+        }
+    )
+    return EngineCore(
+        runner,
+        config,
+        namespace=loaded.namespace.digest,
+        max_model_len=min(loaded.max_model_len, fits, wanted or loaded.max_model_len),
+        vocab_size=loaded.vocab_size,
+        metrics=metrics,
+        block_nbytes=loaded.layout.block_nbytes,
+        make_tiers=_tiers_maker(runner, config),
+    )
+
+
+def _tiers_maker(runner: ModelRunner, config: Config) -> Callable[[BlockPool, CostGate, Wake], Tiers] | None:
+    """What makes the tiers below the device; None where there are to be none."""
+    tiers, loaded = config.tiers, runner.loaded
+    if not config.cache.enable_prefix_caching or (tiers.host_memory == 0 and tiers.disk_path is None):
+        return None
+    if loaded.device.type != "cpu":
+        logger.warning("the tiers below the device are not available on %s yet: blocks are not spilled", loaded.device)
+        return None
+    block_nbytes = loaded.layout.block_nbytes
+
+    def make(pool: BlockPool, gate: CostGate, wake: Wake) -> Tiers:
+        default_nbytes = min(free_memory_nbytes() // 4, _CPU_HOST_MOST_NBYTES)
+        try:
+            host = HostArena(
+                block_nbytes,
+                default_nbytes if tiers.host_memory is None else tiers.host_memory,
+                clock_us=wall_clock_us,
+                staging_slots=max(_STAGING_NBYTES // block_nbytes, 8),
+            )
+        except StorageError as error:
+            raise ConfigError(str(error), key="host_memory") from error
+        disk = None
+        if tiers.disk_path is not None:
+            disk = ThreadedDisk(
+                _store_opener(runner, config, Path(tiers.disk_path).expanduser(), wake),
+                loaded.namespace.digest,
+                tiers.restore_timeout,
+            )
+        return Tiers(
+            pool,
+            ThreadCopyEngine(runner.pool.as_bytes(), wake),
+            host,
+            disk,
+            gate,
+            timeout_s=tiers.restore_timeout,
+            block_nbytes=block_nbytes,
+        )
+
+    return make
+
+
+def _store_opener(runner: ModelRunner, config: Config, directory: Path, wake: Wake) -> Callable[[], StorageWorkers]:
+    loaded = runner.loaded
+    value_nbytes = loaded.layout.token_nbytes // (
+        loaded.layout.num_layers * 2 * loaded.layout.num_kv_heads * loaded.layout.head_dim
+    )
+    about = json.dumps({"model": loaded.name, "dtype": loaded.layout.dtype, "block_size": loaded.layout.block_size})
+
+    def open_store() -> StorageWorkers:
+        codec = make_codec(config.tiers.kv_codec, value_nbytes, directory)
+        store = DiskStore.open(directory, config.tiers.disk_size, codec=codec)
+        workers = StorageWorkers(store, on_result=wake)
+        workers.call(lambda: store.describe_namespace(loaded.namespace.digest, about))
+        return workers
+
+    return open_store

@@ -1,0 +1,148 @@
+"""The disk tier behind its threads, as the cache sees it: jobs out, answers in.
+
+Knows the storage threads' interface and the cache's; decides nothing. Used by the engine thread alone. Invariant: every
+block that was handed over is answered exactly once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tieredkv.errors import StorageError
+from tieredkv.hashing import pack_tokens
+from tieredkv.storage.jobs import LoadJob, LookupJob, StoreJob
+from tieredkv.storage.tier import BlockRecord, LoadOutcome, TierUsage
+from tieredkv.storage.workers import StorageWorkers
+from tieredkv.tier_faces import BlockInfo, DiskResult, LoadResult, LookupResult, StoreResult
+
+# Uses noted on disk: one write for several requests.
+_TOUCH_BATCH = 16
+# Writes that may wait: more would only make a later refusal later.
+_MOST_WRITES = 64
+_REOPEN_AFTER_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class ThreadedDisk:
+    """`DiskTier` over `StorageWorkers`. `namespace` is the digest under which this engine's blocks are stored; a read that has
+    not begun `timeout_s` seconds after it was asked for is not begun at all.
+
+    A store that cannot be opened is a tier that is down: it is tried again every few seconds.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[], StorageWorkers],
+        namespace: bytes,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._open_store = open_store
+        self._namespace = namespace
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._touched: list[bytes] = []
+        self._workers: StorageWorkers | None = None
+        self._open_fault: str | None = None
+        self._closed = False
+        self._reopen_at_s = 0.0
+        self._try_to_open()
+
+    @property
+    def accepts(self) -> bool:
+        workers = self._workers
+        return workers is not None and workers.store.fault is None and workers.depths.num_writes < _MOST_WRITES
+
+    @property
+    def fault(self) -> str | None:
+        workers = self._workers
+        if workers is None:
+            return self._open_fault
+        return workers.store.fault or next(iter(workers.health()), None)
+
+    @property
+    def queued_nbytes(self) -> tuple[int, int]:
+        if self._workers is None:
+            return 0, 0
+        depths = self._workers.depths
+        return depths.load_nbytes, depths.write_nbytes
+
+    def usage(self) -> TierUsage:
+        return self._workers.store.usage(cached=True) if self._workers is not None else TierUsage(0, 0, 0, 0)
+
+    def lookup(self, hashes: Sequence[bytes], tag: Any) -> bool:
+        workers = self._workers
+        return workers is not None and workers.lookup(hashes, timeout_s=self._timeout_s, tag=tag) is not None
+
+    def load(self, block_hash: bytes, target: memoryview, tag: Any) -> bool:
+        workers = self._workers
+        if workers is None:
+            return False
+        return workers.load(block_hash, self._namespace, target, timeout_s=self._timeout_s, tag=tag) is not None
+
+    def store(self, blocks: Sequence[tuple[BlockInfo, memoryview]]) -> bool:
+        if self._workers is None:
+            return False
+        records = [
+            BlockRecord(
+                hash=info.hash,
+                parent=info.parent,
+                depth=info.depth,
+                namespace=self._namespace,
+                payload=view,
+                token_ids=pack_tokens(info.token_ids),
+            )
+            for info, view in blocks
+        ]
+        return self._workers.put(records, ()) is not None
+
+    def touch(self, block_hash: bytes) -> None:
+        self._touched.append(block_hash)
+        if len(self._touched) >= _TOUCH_BATCH:
+            self._flush_touches()
+
+    def protect(self, hashes: frozenset[bytes]) -> None:
+        """The deepest blocks of what waiting requests have matched: not to be evicted now."""
+        if self._workers is not None:
+            self._workers.protect = hashes
+
+    def poll(self) -> list[DiskResult]:
+        results: list[DiskResult] = []
+        if self._workers is None:
+            self._try_to_open()
+            return results
+        for job in self._workers.poll():
+            if isinstance(job, LoadJob):
+                results.append(LoadResult(job.hash, job.outcome is LoadOutcome.LOADED, job.tag))
+            elif isinstance(job, LookupJob):
+                results.append(LookupResult(job.tag, job.num_found))
+            elif isinstance(job, StoreJob):
+                results += map(StoreResult, (record.hash for record in job.records), job.outcomes)
+        return results
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what is queued, sync and stop; False if that took too long."""
+        self._closed = True
+        self._flush_touches()
+        return self._workers is None or self._workers.close(timeout_s)
+
+    def _try_to_open(self) -> None:
+        if self._closed or self._clock() < self._reopen_at_s:
+            return
+        try:
+            self._workers = self._open_store()
+            self._open_fault = None
+        except (StorageError, OSError) as error:
+            if self._open_fault is None:
+                logger.warning("the disk tier is down: %s", error)
+            self._open_fault = str(error)
+            self._reopen_at_s = self._clock() + _REOPEN_AFTER_S
+
+    def _flush_touches(self) -> None:
+        if self._touched and self._workers is not None:
+            self._workers.touch(self._touched)
+            self._touched = []
