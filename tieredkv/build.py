@@ -41,11 +41,17 @@ _STAGING_NBYTES = 64 * 1024**2
 
 
 def load_runner(config: Config, progress: Progress | None = None) -> ModelRunner:
-    """Load the model and size the pool. Raises `ConfigError` or `UnsupportedModelError`; takes seconds."""
+    """Load the model, size the pool, and compare the whole path with stock transformers on a short prompt; takes seconds.
+
+    Raises `ConfigError` or `UnsupportedModelError`.
+    """
     from tieredkv.model_runner import ModelRunner
     from tieredkv.models import load_model
 
-    return ModelRunner(load_model(config.model, config.cache.block_size, progress), config)
+    runner = ModelRunner(load_model(config.model, config.cache.block_size, progress), config)
+    # Also warms up: what the first request would otherwise wait for happens here.
+    runner.self_check()
+    return runner
 
 
 def build_core(runner: ModelRunner, config: Config) -> EngineCore:

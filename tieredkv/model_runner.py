@@ -62,7 +62,7 @@ class ModelRunner:
         self._prepared = _prepare(loaded)
         self.num_blocks = plan_num_blocks(loaded, config, self._prepared.forward)
         self.pool = KVPool(loaded.layout, self.num_blocks, loaded.device, loaded.dtype)
-        self._sampler = Sampler()
+        self._sampler = Sampler(config.model.seed)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[SampledToken]:
