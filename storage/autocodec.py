@@ -34,11 +34,12 @@ class DiskRates:
 
 
 def measure_disk(directory: Path) -> DiskRates:
-    """Write a file of 16 MiB, sync it, forget its pages, read it back. Takes 0.2 s at 200 MB/s. Raises `OSError`."""
+    """Write a nameless file of 16 MiB, sync it, forget its pages, read it back. Takes 0.2 s at 200 MB/s. Raises `OSError`."""
     path = directory / f"probe-{os.getpid()}"
     data = np.random.default_rng(0).integers(0, 256, PROBE_NBYTES, dtype=np.uint8).data
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
+        path.unlink()
         started_s = time.perf_counter()
         view = data
         while view.nbytes:
@@ -55,7 +56,6 @@ def measure_disk(directory: Path) -> DiskRates:
         read_s = time.perf_counter() - read_from_s
     finally:
         os.close(fd)
-        path.unlink(missing_ok=True)
     return DiskRates(PROBE_NBYTES / max(written_s - started_s, 1e-9), PROBE_NBYTES / max(read_s, 1e-9))
 
 

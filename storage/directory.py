@@ -19,7 +19,7 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tieredkv.errors import StorageError
@@ -29,10 +29,11 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 DATA, LOCK, OPEN_LOCK, UNSYNCED, UNSYNCED_NEW = "data.mdb", "lock.mdb", "tieredkv.lock", "unsynced", "unsynced.new"
+COMPACT = "data.compact"
 OPEN_WAIT_S = 5.0
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-_OWN_FILES = {DATA, LOCK, OPEN_LOCK, UNSYNCED, UNSYNCED_NEW}
+_OWN_FILES = {DATA, LOCK, OPEN_LOCK, UNSYNCED, UNSYNCED_NEW, COMPACT}
 _MARK = "tieredkv store, format "
 
 
@@ -133,8 +134,23 @@ class StoreDirectory:
         if self.data.exists():
             self.num_resets += 1
             logger.warning("disk tier: %s starts empty: %s", self.path, reason)
-        for name in (DATA, LOCK, UNSYNCED, UNSYNCED_NEW):
+        for name in (DATA, LOCK, UNSYNCED, UNSYNCED_NEW, COMPACT):
             (self.path / name).unlink(missing_ok=True)
+
+    def replace_data(self, copy: Callable[[int], None]) -> None:
+        """Put what `copy(fd)` writes in the place of the data file. Other processes notice and follow; what they write
+        meanwhile goes down with the old file.
+        """
+        new = self.path / COMPACT
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            copy(fd)
+            os.fsync(fd)
+            (self.path / LOCK).unlink(missing_ok=True)
+            new.replace(self.data)
+        finally:
+            os.close(fd)
+            new.unlink(missing_ok=True)
 
     @property
     def unsynced(self) -> bool:

@@ -24,7 +24,7 @@ from pathlib import Path
 from tieredkv.errors import ConfigError, StorageError
 from tieredkv.storage.audit import Inspection, Report, inspect_store, rebuild, verify_store
 from tieredkv.storage.codec import Codec, RawCodec
-from tieredkv.storage.environment import StoreEnvironment, Txn
+from tieredkv.storage.environment import StoreEnvironment, StoreFullError, Txn
 from tieredkv.storage.index import NAMESPACE_KEY, STATE_KEY, STORE_ID_KEY, Index, Row, State
 from tieredkv.storage.insertion import BlockInserter
 from tieredkv.storage.medium import Medium
@@ -36,6 +36,8 @@ from tieredkv.storage.tier import BlockRecord, LoadOutcome, StoreOutcome, TierUs
 logger = logging.getLogger(__name__)
 
 MIN_CAPACITY_NBYTES = 512 * 1024
+TRIM_STEP = 32
+"""Blocks per transaction when a store is made smaller."""
 
 
 def wall_clock_us() -> int:
@@ -281,15 +283,26 @@ class DiskStore:
             if self._session.must_rebuild:
                 self._rebuild()
             self._remover.drop_condemned()
-            if self.fault or self.usage().used_nbytes > budget_nbytes_for(self._session.last_state.capacity_nbytes):
-                self._session.write(self._trim)
+            self._session.refresh()
+            if self.fault:
+                # Any write tells whether the fault is still there.
+                self._session.write(lambda index: index.state.tick(self._session.clock_us()))
+            while self._session.last_state.used_nbytes > self._session.budget_nbytes:
+                if not self._session.write(self._trim):
+                    break
+            else:
+                if idle and self.file_nbytes > self._session.map_nbytes > 0:
+                    self._env.compact()
         if idle:
             self._env.sync()
 
     def _trim(self, index: Index) -> None:
-        _, num_evicted = index.make_room(budget_nbytes_for(index.state.capacity_nbytes), (), self._session.clock_us())
-        index.state.tick(self._session.clock_us())
+        """One step towards a lowered capacity. Small, because there is little room to work in."""
+        goal_nbytes = budget_nbytes_for(index.state.capacity_nbytes)
+        _, num_evicted = index.make_room(goal_nbytes, (), self._session.clock_us(), TRIM_STEP)
         self._session.count(evictions=num_evicted)
+        if not num_evicted:
+            raise StoreFullError("all that is left is pinned")
 
     def _rebuild(self) -> None:
         try:

@@ -33,6 +33,7 @@ FORMAT_KEY = b"format"
 MAX_READERS = 510
 RETRY_OPEN_S = 1.0
 RESIZE_WAIT_S = 1.0
+SHRINK_ROOM_NBYTES = 1 << 20
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DAMAGED = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError)
@@ -310,6 +311,25 @@ class StoreEnvironment:
         with self._inside() as handle, self._blamed("read"):
             handle.env.reader_check()
 
+    def compact(self) -> bool:
+        """Write the file anew without its free pages, for a store whose capacity was lowered; True if that worked.
+
+        Takes as long as copying what is in the store, and as much space besides, and keeps other writers out meanwhile.
+        """
+        try:
+            with (
+                self._files.opening(create=True),
+                self._inside() as handle,
+                self._blamed("compact"),
+                handle.env.begin(write=True),
+            ):
+                self._files.replace_data(lambda fd: self.medium.copy(handle.env, fd))
+                self._retire("files", f"{self.directory} has been written anew")
+        except (StorageError, lmdb.Error, OSError) as error:
+            logger.warning("disk tier: %s cannot be made smaller: %s", self.directory, error)
+            return False
+        return self.reopen()
+
     def close(self) -> None:
         """Sync, then close once running transactions have ended (waits a second for them at most)."""
         if not self.readonly:
@@ -370,13 +390,12 @@ class StoreEnvironment:
     def _open_files(self, *, create: bool) -> _Handle:
         env = self.medium.open(
             self.directory,
-            map_size=self._wanted_map_nbytes,
+            map_size=self._map_nbytes_to_open(),
             readonly=not create,
             create=create,
             mode=0o600,
             max_dbs=len(DATABASES),
             max_readers=MAX_READERS,
-            max_spare_txns=4,
             sync=self._files.boot is None,
             metasync=self._files.boot is None,
             readahead=True,
@@ -394,25 +413,44 @@ class StoreEnvironment:
         self._unsynced = self._files.unsynced
         return _Handle(env, dbs, (found.st_dev, found.st_ino), psize, found.st_size)
 
+    def _map_nbytes_to_open(self) -> int:
+        """A file that is larger than wanted must be mapped whole, with some room to work in while it is being emptied."""
+        with contextlib.suppress(OSError):
+            file_nbytes = self.medium.stat(self._files.data).st_size
+            if file_nbytes > self._wanted_map_nbytes > 0:
+                return file_nbytes + SHRINK_ROOM_NBYTES
+        return self._wanted_map_nbytes
+
     def _open_databases(self, env: Any, psize: int, *, create: bool) -> dict[str, Any]:
-        """The sub-databases; created where the file is empty. Reads only where they exist, so that it waits for nobody."""
-        with env.begin() as txn:
-            if txn.stat()["entries"]:
-                try:
-                    dbs = {name: env.open_db(name.encode(), txn=txn, create=False) for name in DATABASES}
-                except lmdb.NotFoundError:
-                    raise StorageError(
-                        f"{self.directory} holds another program's LMDB file; choose another folder"
-                    ) from None
-                version = int.from_bytes(txn.get(FORMAT_KEY, b"", db=dbs["info"]), "little")
-                if version != FORMAT_VERSION:
-                    raise wrong_format(self.directory, version)
-                return dbs
+        """The sub-databases; created where the file is empty.
+
+        Handles that are opened in a read transaction do not outlive it, so this waits for a writer, as any write does.
+        """
         if not create:
-            raise StorageError(f"{self.directory} holds no store")
-        self._files.mark_unsynced()
+            if not env.stat()["entries"]:
+                raise StorageError(f"{self.directory} holds no store")
+            dbs = self._existing_databases(env, None)
+            with env.begin() as txn:
+                self._check_format(txn, dbs)
+            return dbs
         with env.begin(write=True) as txn:
-            dbs = {name: env.open_db(name.encode(), txn=txn) for name in DATABASES}
-            txn.put(FORMAT_KEY, FORMAT_VERSION.to_bytes(4, "little"), db=dbs["info"])
-            self._initialize(Txn(txn, dbs, psize))
+            if txn.stat()["entries"]:
+                dbs = self._existing_databases(env, txn)
+                self._check_format(txn, dbs)
+            else:
+                self._files.mark_unsynced()
+                dbs = {name: env.open_db(name.encode(), txn=txn) for name in DATABASES}
+                txn.put(FORMAT_KEY, FORMAT_VERSION.to_bytes(4, "little"), db=dbs["info"])
+                self._initialize(Txn(txn, dbs, psize))
         return dbs
+
+    def _existing_databases(self, env: Any, txn: Any) -> dict[str, Any]:
+        try:
+            return {name: env.open_db(name.encode(), txn=txn, create=False) for name in DATABASES}
+        except (lmdb.NotFoundError, lmdb.IncompatibleError):
+            raise StorageError(f"{self.directory} holds another program's LMDB file; choose another folder") from None
+
+    def _check_format(self, txn: Any, dbs: dict[str, Any]) -> None:
+        version = int.from_bytes(txn.get(FORMAT_KEY, b"", db=dbs["info"]), "little")
+        if version != FORMAT_VERSION:
+            raise wrong_format(self.directory, version)

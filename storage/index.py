@@ -209,12 +209,14 @@ class Index:
             if not parent.num_children and not self.num_pins(row.parent):
                 self._add_to_recency(row.parent, parent)
 
-    def make_room(self, budget_nbytes: int, protected: Collection[bytes], now_us: int) -> tuple[bool, int]:
+    def make_room(
+        self, budget_nbytes: int, protected: Collection[bytes], now_us: int, limit: int = MAX_EVICTIONS_PER_TXN
+    ) -> tuple[bool, int]:
         """Evict until the blocks cost at most `budget_nbytes`; returns whether they do, and how many went."""
         num_evicted = 0
         while self.state.used_nbytes > budget_nbytes:
             victim = self.victim(protected, now_us)
-            if victim is None or num_evicted >= MAX_EVICTIONS_PER_TXN:
+            if victim is None or num_evicted >= limit:
                 return False, num_evicted
             self.remove(victim)
             num_evicted += 1

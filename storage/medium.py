@@ -72,6 +72,10 @@ class Medium:
         """Everything committed reaches the device."""
         env.sync(True)
 
+    def copy(self, env: Environment, fd: int) -> None:
+        """Write the whole environment without its free pages."""
+        env.copyfd(fd, compact=True)
+
     def stat(self, path: Path) -> os.stat_result:
         return os.stat(path)
 

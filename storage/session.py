@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 RESERVED_NBYTES = 64 * 1024
 """What the files beside LMDB's data file take at most; part of the capacity."""
+LEAST_HEADROOM_NBYTES = 8 << 20
 CONTRADICTIONS = (InvariantError, struct.error)
 """What a damaged row leads to. The index is then rebuilt."""
 
@@ -30,8 +31,12 @@ def map_nbytes_for(capacity_nbytes: int) -> int:
 
 
 def budget_nbytes_for(capacity_nbytes: int) -> int:
-    """Most bytes that the blocks may cost; the rest is LMDB's for pages that are being replaced, and for fragments."""
-    return map_nbytes_for(capacity_nbytes) * 9 // 10
+    """Most bytes that the blocks may cost; the rest is LMDB's for pages that are being replaced, and for fragments.
+
+    A tenth of the map, and not less than a few blocks need: pages freed by one commit are free for the second one after it.
+    """
+    map_nbytes = map_nbytes_for(capacity_nbytes)
+    return map_nbytes - max(map_nbytes // 10, min(map_nbytes // 3, LEAST_HEADROOM_NBYTES))
 
 
 @dataclass(slots=True)
@@ -68,6 +73,11 @@ class StoreSession:
     def budget_nbytes(self) -> int:
         """What the blocks may cost, going by the last counters seen."""
         return budget_nbytes_for(self.last_state.capacity_nbytes)
+
+    @property
+    def map_nbytes(self) -> int:
+        """What the data file may take."""
+        return map_nbytes_for(self.last_state.capacity_nbytes)
 
     def count(self, **more: int) -> None:
         """Add to `counts`; safe in any thread."""
