@@ -22,7 +22,7 @@ from tieredkv.kernels import reference
 from tieredkv.pool import KVPool
 
 NAME = "tieredkv"
-# Keyword -> what it means; each changes the result, so a value that is not None (or 0) must not be ignored.
+# Keyword -> what it means; each changes the result, so a value that is not None or 0 must not be ignored.
 _REFUSED = {"sliding_window": "sliding-window attention", "softcap": "soft-capped scores", "s_aux": "attention sinks"}
 
 
@@ -109,7 +109,8 @@ def paged_attention(
     if kv_batch is None:
         raise InvariantError("attention was called without kv_batch: the model does not pass unknown keywords on")
     for name, meaning in _REFUSED.items():
-        if kwargs.get(name) not in (None, 0):
+        value_given = kwargs.get(name)
+        if isinstance(value_given, torch.Tensor) or value_given:
             raise UnsupportedModelError(f"the model uses {meaning} ({name}), which this attention does not compute")
     if attention_mask is not None:
         raise UnsupportedModelError(

@@ -56,11 +56,12 @@ class _Norm:
         self.least_norm = math.sqrt(_EPS_MATTERS * self.eps * size)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype == torch.bfloat16 and _HAS_WEIGHT_NORM and x.is_contiguous():
+        if x.dtype == torch.bfloat16 and _HAS_WEIGHT_NORM:
             # x / |x| in one pass is what weight normalisation computes; it knows no eps.
-            unit, norms = torch._weight_norm_interface(x, _ones(len(x)), 0)
+            rows = x.reshape(-1, x.shape[-1])
+            unit, norms = torch._weight_norm_interface(rows, _ones(len(rows)), 0)
             if norms.min().item() >= self.least_norm:
-                return unit.mul_(self.scaled_weight)
+                return unit.mul_(self.scaled_weight).view(x.shape)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

@@ -128,10 +128,10 @@ def load_model(
     return loaded
 
 
-def stock_logits(model: Any, token_ids: Sequence[int]) -> torch.Tensor:
-    """Logits `[len(token_ids), vocab]` of one prompt through transformers' own SDPA attention: the reference for ours."""
+def stock_logits(model: Any, token_ids: Sequence[int], attention_name: str = "sdpa") -> torch.Tensor:
+    """Logits `[len(token_ids), vocab]` of one prompt through transformers' own attention: the reference for ours."""
     tokens = torch.tensor([list(token_ids)], dtype=torch.long, device=model.device)
-    with _attention_of(model, "sdpa"), torch.inference_mode():
+    with _attention_of(model, attention_name), torch.inference_mode():
         logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits[0]
 

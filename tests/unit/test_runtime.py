@@ -1,0 +1,72 @@
+"""A process replaces itself at most once, and only with what is installed and not chosen by the user already."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tieredkv import runtime
+
+ALLOCATOR, OPENMP = Path("/lib/libtcmalloc_minimal.so.4"), Path("/lib/libiomp5.so")
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    monkeypatch.setattr(runtime, "_find_allocator", lambda: ALLOCATOR)
+    monkeypatch.setattr(runtime, "_find_openmp", lambda: OPENMP)
+
+
+def test_both_are_preloaded(installed):
+    better = runtime.better_environment({"HOME": "/root"})
+    assert better is not None
+    assert better["LD_PRELOAD"] == f"{ALLOCATOR}:{OPENMP}"
+    assert better["HOME"] == "/root"
+    assert better["KMP_BLOCKTIME"] == "1"
+
+
+def test_the_users_choice_stays(installed):
+    better = runtime.better_environment({"LD_PRELOAD": "/x/libjemalloc.so.2", "KMP_BLOCKTIME": "50"})
+    assert better is not None
+    assert better["LD_PRELOAD"] == f"/x/libjemalloc.so.2:{OPENMP}"
+    assert better["KMP_BLOCKTIME"] == "50"
+    assert runtime.better_environment({"LD_PRELOAD": "/x/libmimalloc.so /x/libgomp.so.1"}) is None
+
+
+def test_nothing_installed_means_no_change(monkeypatch):
+    monkeypatch.setattr(runtime, "_find_allocator", lambda: None)
+    monkeypatch.setattr(runtime, "_find_openmp", lambda: None)
+    assert runtime.better_environment({}) is None
+
+
+@pytest.mark.parametrize("guard", [{}, {"TIEREDKV_REEXEC": "1"}])
+def test_a_process_is_replaced_at_most_once(guard):
+    code = (
+        "import os, pathlib, sys; from tieredkv import runtime;"
+        "runtime._find_allocator = lambda: pathlib.Path('/nowhere/libtcmalloc.so');"
+        "print(os.environ.get('TIEREDKV_REEXEC'), flush=True); runtime.maybe_reexec(sys.argv)"
+    )
+    environ = {key: value for key, value in os.environ.items() if key not in ("TIEREDKV_REEXEC", "LD_PRELOAD")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "a", "b"],
+        env=environ | guard,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == (["None", "1"] if not guard else ["1"])
+
+
+def test_a_caller_that_is_another_program_is_not_replaced(installed, monkeypatch):
+    monkeypatch.delenv("TIEREDKV_REEXEC", raising=False)
+    monkeypatch.setattr(os, "execve", lambda *args: pytest.fail("replaced"))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    runtime.maybe_reexec(["tieredkv", "serve", "some-model"])
+
+
+def test_there_is_at_least_one_core():
+    assert 1 <= runtime.num_cores() <= (os.cpu_count() or 1)
