@@ -201,7 +201,7 @@ class BlockPool:
         for block_id in reversed(block_ids):
             block = self._drop_owner(block_id)
             if block.ref_count == 0:
-                self._list_of(block).push_last(block)
+                self._put_on_list(block)
 
     def hold(self, block_ids: Sequence[int]) -> list[Hold]:
         """Own blocks in order to read them, without counting that as use: see `end_hold`."""
@@ -227,7 +227,7 @@ class BlockPool:
             else:
                 if hold.place is not None:
                     self._findable.drop_place(hold.place)
-                self._list_of(block).push_last(block)
+                self._put_on_list(block)
 
     def coldest(self) -> Iterator[int]:
         """Ids of free, findable blocks in the order in which they will be reused. Do not change the pool meanwhile."""
@@ -239,6 +239,13 @@ class BlockPool:
             raise InvariantError(f"{block} is released without an owner")
         block.ref_count -= 1
         return block
+
+    def _put_on_list(self, block: Block) -> None:
+        """Findable blocks are used up in order of age; of the others the last one first: its memory is mapped and warm."""
+        if block.hash is None:
+            self._plain.push_first(block)
+        else:
+            self._findable.push_last(block)
 
     def _list_of(self, block: Block) -> FreeList:
         return self._plain if block.hash is None else self._findable
@@ -264,7 +271,7 @@ class BlockPool:
         while self._findable.count:
             block = self._findable.pop_first()
             self._drop_hash(block)
-            self._plain.push_last(block)
+            self._put_on_list(block)
         return num_forgotten, len(self._by_hash)
 
     def forget(self, block_id: int) -> None:
@@ -274,7 +281,7 @@ class BlockPool:
             raise InvariantError(f"{block} is in use")
         self._findable.remove(block)
         self._drop_hash(block)
-        self._plain.push_last(block)
+        self._put_on_list(block)
 
     def _drop_hash(self, block: Block) -> None:
         if block.hash is None or self._by_hash.pop(block.hash, None) is not block:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from tieredkv.runtime import free_memory_nbytes
 from tieredkv.storage.autocodec import make_codec
 from tieredkv.storage.disk import DiskStore, wall_clock_us
 from tieredkv.storage.host import HostArena
+from tieredkv.storage.medium import Medium
 from tieredkv.storage.workers import StorageWorkers
 from tieredkv.tiers import Tiers
 from tieredkv.transfer import ThreadCopyEngine
@@ -54,8 +56,15 @@ def load_runner(config: Config, progress: Progress | None = None) -> ModelRunner
     return runner
 
 
-def build_core(runner: ModelRunner, config: Config) -> EngineCore:
-    """The core for a loaded model: the longest sequence is what model, settings and pool allow together.
+def build_core(
+    runner: ModelRunner,
+    config: Config,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    medium: Medium | None = None,
+) -> EngineCore:
+    """The core for a loaded model: the longest sequence is what model, settings and pool allow together. `medium` is what
+    touches the disk tier's files, if not the plain one.
 
     Raises `ConfigError` when `max_model_len` was asked for and does not fit, or when a tier cannot be had as asked for.
     """
@@ -92,11 +101,14 @@ def build_core(runner: ModelRunner, config: Config) -> EngineCore:
         vocab_size=loaded.vocab_size,
         metrics=metrics,
         block_nbytes=loaded.layout.block_nbytes,
-        make_tiers=_tiers_maker(runner, config),
+        clock=clock,
+        make_tiers=_tiers_maker(runner, config, clock, medium),
     )
 
 
-def _tiers_maker(runner: ModelRunner, config: Config) -> Callable[[BlockPool, CostGate, Wake], Tiers] | None:
+def _tiers_maker(
+    runner: ModelRunner, config: Config, clock: Callable[[], float], medium: Medium | None
+) -> Callable[[BlockPool, CostGate, Wake], Tiers] | None:
     """What makes the tiers below the device; None where there are to be none."""
     tiers, loaded = config.tiers, runner.loaded
     if not config.cache.enable_prefix_caching or (tiers.host_memory == 0 and tiers.disk_path is None):
@@ -120,9 +132,10 @@ def _tiers_maker(runner: ModelRunner, config: Config) -> Callable[[BlockPool, Co
         disk = None
         if tiers.disk_path is not None:
             disk = ThreadedDisk(
-                _store_opener(runner, config, Path(tiers.disk_path).expanduser(), wake),
+                _store_opener(runner, config, Path(tiers.disk_path).expanduser(), wake, medium),
                 loaded.namespace.digest,
                 tiers.restore_timeout,
+                clock,
             )
         return Tiers(
             pool,
@@ -130,6 +143,7 @@ def _tiers_maker(runner: ModelRunner, config: Config) -> Callable[[BlockPool, Co
             host,
             disk,
             gate,
+            clock=clock,
             timeout_s=tiers.restore_timeout,
             block_nbytes=block_nbytes,
         )
@@ -137,7 +151,9 @@ def _tiers_maker(runner: ModelRunner, config: Config) -> Callable[[BlockPool, Co
     return make
 
 
-def _store_opener(runner: ModelRunner, config: Config, directory: Path, wake: Wake) -> Callable[[], StorageWorkers]:
+def _store_opener(
+    runner: ModelRunner, config: Config, directory: Path, wake: Wake, medium: Medium | None
+) -> Callable[[], StorageWorkers]:
     loaded = runner.loaded
     value_nbytes = loaded.layout.token_nbytes // (
         loaded.layout.num_layers * 2 * loaded.layout.num_kv_heads * loaded.layout.head_dim
@@ -146,7 +162,7 @@ def _store_opener(runner: ModelRunner, config: Config, directory: Path, wake: Wa
 
     def open_store() -> StorageWorkers:
         codec = make_codec(config.tiers.kv_codec, value_nbytes, directory)
-        store = DiskStore.open(directory, config.tiers.disk_size, codec=codec)
+        store = DiskStore.open(directory, config.tiers.disk_size, codec=codec, medium=medium)
         workers = StorageWorkers(store, on_result=wake)
         workers.call(lambda: store.describe_namespace(loaded.namespace.digest, about))
         return workers

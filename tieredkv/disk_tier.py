@@ -54,8 +54,8 @@ class ThreadedDisk:
 
     @property
     def accepts(self) -> bool:
-        workers = self._workers
-        return workers is not None and workers.store.fault is None and workers.depths.num_writes < _MOST_WRITES
+        # Also while the store has a fault: only a write that succeeds shows that it is over.
+        return self._workers is not None and self._workers.depths.num_writes < _MOST_WRITES
 
     @property
     def fault(self) -> str | None:

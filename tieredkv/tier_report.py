@@ -73,6 +73,9 @@ def _moved(tiers: Tiers, block_nbytes: int) -> Iterator[Sample]:
     yield Sample("counter", "restore_seconds_saved", "Estimated time that computing them would take.", restored.saved_s)
     yield Sample("counter", "restore_failures", "Blocks that could not be brought up.", tiers.restorer.num_failed)
     yield Sample("counter", "restore_timeouts", "Restores cut short by their deadline.", tiers.restorer.num_timeouts)
+    yield Sample(
+        "counter", "lookup_timeouts", "Lookups that the disk did not answer in time.", tiers.num_lookup_timeouts
+    )
     yield Sample("counter", "disk_refused_blocks", "Blocks that the disk tier did not take.", spilled.refused_by_disk)
     yield Sample("counter", "failed_copies", "Blocks whose copy to the host failed.", spilled.failed_copies)
 

@@ -73,6 +73,8 @@ class Tiers:
         self._copies = copies
         self._clock = clock
         self._timeout_s = timeout_s
+        self._lookups: list[Lookup] = []
+        self.num_lookup_timeouts = 0
         self.spiller = Spiller(pool, copies, host, disk, clock, max_storing=max(host.num_slots // 2, 1))
         self.restorer = Restorer(
             pool,
@@ -92,7 +94,9 @@ class Tiers:
         if self.disk is None or all(self._is_near(h) for h in hashes):
             return Lookup(0.0, length=0)
         lookup = Lookup(self._clock() + _LOOKUP_TIMEOUT_S)
-        if not self.disk.lookup(hashes, lookup):
+        if self.disk.lookup(hashes, lookup):
+            self._lookups.append(lookup)
+        else:
             lookup.length = 0
         return lookup
 
@@ -139,6 +143,7 @@ class Tiers:
                     result.tag.length = result.length
             self.restorer.loads_done(loads)
             self.spiller.stored(stores)
+        self._give_up_lookups()
         finished = self.restorer.poll()
         for restore in finished:
             self._account(restore)
@@ -182,6 +187,14 @@ class Tiers:
     def forget_gone(self) -> None:
         """After a tier was cleared: drop what is known of blocks that lie neither on the device nor in the host tier."""
         self.spiller.forget_where(lambda h: not self._is_near(h))
+
+    def _give_up_lookups(self) -> None:
+        now_s = self._clock()
+        late = [lookup for lookup in self._lookups if lookup.length is None and not lookup.is_pending(now_s)]
+        for lookup in late:
+            lookup.length = 0
+        self.num_lookup_timeouts += len(late)
+        self._lookups = [lookup for lookup in self._lookups if lookup.length is None]
 
     def _is_near(self, block_hash: bytes) -> bool:
         return self._pool.find(block_hash) is not None or block_hash in self.host

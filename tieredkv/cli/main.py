@@ -1,4 +1,4 @@
-"""The command line: `tieredkv serve [MODEL]`.
+"""The command line: `tieredkv serve [MODEL]`, `tieredkv inspect DIR`, `tieredkv verify DIR`.
 
 One flag per setting, made from `tieredkv.config`, so names, defaults and descriptions are written once. Flags win over
 `TIEREDKV_*` variables, those over the file. Bad input is one line on stderr and exit code 2. Nothing heavy is imported
@@ -19,8 +19,9 @@ import typer
 
 from tieredkv import __version__
 from tieredkv.checkpoint import cache_dir
+from tieredkv.cli import store
 from tieredkv.config import Config, format_size
-from tieredkv.errors import ConfigError, UnsupportedModelError
+from tieredkv.errors import ConfigError, StorageError, UnsupportedModelError
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -166,6 +167,8 @@ def _command() -> Callable[..., int]:
 
 
 app.command("serve", help=SERVE_HELP)(_command())
+app.command("inspect")(store.inspect_store)
+app.command("verify")(store.verify_store)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -174,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
         code = app(args=argv, prog_name="tieredkv", standalone_mode=False)
     except _UsageError as error:
         return _complain(error.format_message())
-    except (ConfigError, UnsupportedModelError) as error:
+    except (ConfigError, StorageError, UnsupportedModelError) as error:
         return _complain(str(error))
     except (typer.Abort, KeyboardInterrupt):
         return EXIT_INTERRUPTED
