@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _TIER_POLL_S = 0.02
+_DELIVERY_S = 0.005
 
 
 def fan_out(request_id: str, sampling: SamplingParams) -> list[tuple[str, SamplingParams]]:
@@ -104,6 +105,7 @@ class Engine:
         self._streams: dict[str, OutputStream] = {}
         # Submitted requests that have had no output yet; a bound on it is the bound on the queue.
         self._silent: set[str] = set()
+        self._delivered = threading.Event()
         self._draining = False
         self._dead: str | None = None
         self._is_saving = False
@@ -267,7 +269,11 @@ class Engine:
         for loop, batch in by_loop.items():
             # A loop that has closed took its streams along: nobody listens.
             with contextlib.suppress(RuntimeError):
+                self._delivered.clear()
                 loop.call_soon_threadsafe(self._deliver, batch)
+                # Let the loop send these tokens before the next step takes all cores: on a machine with few of them, a loop
+                # that competes with the model's threads costs each of their barriers a time slice.
+                self._delivered.wait(_DELIVERY_S)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         """On the loop: hand each output to its stream."""
@@ -278,6 +284,9 @@ class Engine:
                 stream.put(output)
                 if stream.finished:
                     del self._streams[output.request_id]
+        if outputs:
+            # Behind everything that the outputs have woken.
+            asyncio.get_running_loop().call_soon(self._delivered.set)
 
     def _fail_streams(self) -> None:
         """The thread has ended: answer what came too late, and end every stream with an error."""
