@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ def name(chain: object, depth: int) -> bytes:
     return hashlib.sha256(f"{chain}/{depth}".encode()).digest()
 
 
+@functools.cache
 def payload_of(block_hash: bytes, nbytes: int = BLOCK_NBYTES) -> bytes:
     """Compressible by half, like KV."""
     half = random.Random(block_hash).randbytes(nbytes // 2)

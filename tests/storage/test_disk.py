@@ -117,6 +117,16 @@ def test_the_least_recent_leaf_goes_first_and_a_parent_inherits(store):
     assert_sound(store)
 
 
+def test_a_parent_inherits_the_use_of_a_removed_child(store):
+    store.put(chain("a", 2))
+    store.put(chain("b", 1))
+    store.touch([name("a", 1)])
+    store.remove([name("a", 1)])
+    store.put(chain("c", NUM_FIT - 1))
+    assert store.longest_prefix(hashes("a", 1)) == 1
+    assert store.longest_prefix(hashes("b", 1)) == 0
+
+
 def test_low_priority_and_expired_blocks_go_first(store, clock):
     store.put(chain("precious", 10, priority=90))
     store.put(chain("lent", 10, priority=90, expires_us=clock.now_us + 5))

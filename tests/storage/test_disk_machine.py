@@ -19,8 +19,8 @@ from tieredkv.storage.record import max_record_nbytes
 from tieredkv.storage.session import budget_nbytes_for
 from tieredkv.storage.tier import NEVER, LoadOutcome, StoreOutcome
 
-CAPACITY = 600_000
-NBYTES = 30_000
+CAPACITY = 2 << 20
+NBYTES = 130_000
 COST = record_cost(max_record_nbytes(NBYTES, RawCodec()), len(TOKENS), 4096)
 NUM_FIT = budget_nbytes_for(CAPACITY) // COST
 ROOTS = [name("root", i) for i in range(2)]
@@ -129,8 +129,18 @@ class DiskMachine(RuleBasedStateMachine):
         self.store.close()
         shutil.rmtree(self.folder)
 
+    def pick(self, data: st.DataObject) -> bytes:
+        """A block, mostly a resident one."""
+        known = sorted(self.model.entries)
+        return data.draw(st.one_of(st.sampled_from(known), st.sampled_from(known), blocks) if known else blocks)
+
     @rule(
-        hashes=st.one_of(blocks.map(path_to), st.lists(blocks, min_size=1, max_size=6, unique=True)),
+        hashes=st.one_of(
+            st.lists(blocks.map(path_to), min_size=1, max_size=3).map(
+                lambda paths: list(dict.fromkeys(h for path in paths for h in path))
+            ),
+            st.lists(blocks, min_size=1, max_size=6, unique=True),
+        ),
         priority=st.sampled_from([0, 35, 35, 35, 100]),
         lifetime_us=st.sampled_from([None, None, 1, 50]),
     )
@@ -141,8 +151,9 @@ class DiskMachine(RuleBasedStateMachine):
         ]
         assert self.store.put(records) == self.model.put(hashes, self.now_us, priority, expires_us)
 
-    @rule(hashes=st.lists(blocks, max_size=4))
-    def touch(self, hashes):
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def touch(self, data, count):
+        hashes = [self.pick(data) for _ in range(count)]
         self.store.touch(hashes)
         for block_hash in hashes:
             if block_hash in self.model.entries:
@@ -152,22 +163,25 @@ class DiskMachine(RuleBasedStateMachine):
     def pass_time(self, step_us):
         self.now_us = max(self.now_us + step_us, 1)
 
-    @rule(block_hash=blocks, delta=st.sampled_from([1, 1, -1]))
-    def pin(self, block_hash, delta):
+    @rule(data=st.data(), delta=st.sampled_from([1, 1, -1, -1, -1]))
+    def pin(self, data, delta):
+        block_hash = self.pick(data)
         counts = self.store.pin([block_hash]) if delta > 0 else self.store.unpin([block_hash])
         entry = self.model.entries.get(block_hash)
         if entry is not None:
             entry.pins = max(entry.pins + delta, 0)
         assert counts == [None if entry is None else entry.pins]
 
-    @rule(block_hash=blocks)
-    def remove(self, block_hash):
+    @rule(data=st.data())
+    def remove(self, data):
+        block_hash = self.pick(data)
         doomed = self.model.subtree(block_hash)
         assert self.store.remove([block_hash]) == len(doomed)
         for h in reversed(doomed):
             self.model.drop(h)
 
-    @rule(root=st.sampled_from([None, *ROOTS]))
+    @precondition(lambda self: len(self.model.entries) > NUM_FIT // 2)
+    @rule(root=st.sampled_from([None, *ROOTS, *ROOTS]))
     def clear(self, root):
         chosen = [h for h in self.model.entries if root in (None, TREE[h][2])]
         removed = 0
@@ -178,14 +192,16 @@ class DiskMachine(RuleBasedStateMachine):
         done = self.store.clear(root=root)
         assert (done.num_removed, done.num_kept) == (removed, len(chosen) - removed)
 
-    @rule(block_hash=blocks)
-    def load(self, block_hash):
+    @rule(data=st.data())
+    def load(self, data):
+        block_hash = self.pick(data)
         expected = LoadOutcome.LOADED if block_hash in self.model.entries else LoadOutcome.MISSING
         assert load(self.store, block_hash, NBYTES) is expected
 
-    @rule(block_hash=blocks)
-    @precondition(lambda self: self.model.entries)
-    def load_under_another_namespace(self, block_hash):
+    @rule(data=st.data())
+    @precondition(lambda self: len(self.model.entries) > NUM_FIT // 2)
+    def load_under_another_namespace(self, data):
+        block_hash = self.pick(data)
         target = memoryview(bytearray(NBYTES))
         known = block_hash in self.model.entries
         outcome = self.store.load(block_hash, name("other", 0), target)
@@ -220,5 +236,5 @@ class DiskMachine(RuleBasedStateMachine):
         assert NAMESPACE in {s.digest for s in self.store.inspect().namespaces} or not self.model.entries
 
 
-DiskMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+DiskMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestDiskMachine = DiskMachine.TestCase

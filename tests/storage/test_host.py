@@ -66,6 +66,17 @@ def test_a_touched_prefix_stays():
     assert arena.longest_prefix(hashes("b", 3)) == 0
 
 
+def test_a_parent_inherits_the_use_of_a_removed_child():
+    arena = make_arena(4)
+    store_chain(arena, "a", 2)
+    store_chain(arena, "b", 1)
+    arena.touch(hashes("a", 2)[1:])
+    arena.remove(name("a", 1))
+    store_chain(arena, "c", 3)
+    assert name("a", 0) in arena
+    assert name("b", 0) not in arena
+
+
 def test_expired_then_low_priority_blocks_go_first():
     now_us = [0]
     arena = make_arena(4, clock_us=lambda: now_us[0])
