@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tieredkv.build import Progress, build_core, load_runner
 from tieredkv.config import Config, format_size
-from tieredkv.core import EngineCore
+from tieredkv.core import GATHER_S, EngineCore
 from tieredkv.errors import CapacityError, RequestError, TieredKVError
 from tieredkv.types import EngineOutput, EngineRequest, FinishReason, SamplingParams, TokenSources
 
@@ -254,6 +254,8 @@ class Engine:
                 return True
             if command is None:
                 return False
+            if block and command is _nothing:
+                time.sleep(GATHER_S)
             block = False
             try:
                 command()
