@@ -49,6 +49,8 @@ class FakeDisk:
         self.pending: list = []
         self.accepts = True
         self.capacity = capacity
+        self.touched: list[bytes] = []
+        self.protected: frozenset[bytes] = frozenset()
         self._answers: list = []
 
     fault = None
@@ -75,7 +77,10 @@ class FakeDisk:
         return self.accepts
 
     def touch(self, block_hash) -> None:
-        pass
+        self.touched.append(block_hash)
+
+    def protect(self, hashes) -> None:
+        self.protected = hashes
 
     def poll(self) -> list:
         answers, self._answers = self._answers, []

@@ -103,7 +103,13 @@ class CacheManager:
             self.pool.acquire(block_id)
         self.pool.release(present)
         if self.tiers is not None:
+            self._end_lookup(sequence)
             sequence.lookup = self.tiers.look_up(hashes)
+
+    def _end_lookup(self, sequence: Sequence) -> None:
+        if sequence.lookup is not None and self.tiers is not None:
+            self.tiers.forget(sequence.lookup)
+        sequence.lookup = None
 
     def is_looking_up(self, sequence: Sequence) -> bool:
         return sequence.lookup is not None and sequence.lookup.is_pending(self._clock())
@@ -155,6 +161,9 @@ class CacheManager:
             raise InvariantError(f"{sequence} has blocks already")
         if not self.can_allocate(match, sequence.num_tokens, reserve):
             return False
+        if self.tiers is not None:
+            self._end_lookup(sequence)
+            self.tiers.use(sequence.full_block_hashes(self.block_size)[: match.num_blocks])
         hits = match.device_ids
         for block_id in hits:
             self.pool.acquire(block_id)
@@ -265,6 +274,7 @@ class CacheManager:
             self.tiers.cancel(sequence.restore)
             del self._restoring[id(sequence.restore)]
             sequence.restore = None
+        self._end_lookup(sequence)
         if self.enable_prefix_caching and len(sequence.block_ids):
             for block_hash in sequence.block_hashes[sequence.num_committed_blocks :]:
                 if self._computing.get(block_hash) is sequence:

@@ -106,7 +106,6 @@ class ThreadedDisk:
             self._flush_touches()
 
     def protect(self, hashes: frozenset[bytes]) -> None:
-        """The deepest blocks of what waiting requests have matched: not to be evicted now."""
         if self._workers is not None:
             self._workers.protect = hashes
 

@@ -155,6 +155,10 @@ class DiskTier(Protocol):
         """The prefix that ends with this block was used."""
         ...
 
+    def protect(self, hashes: frozenset[bytes]) -> None:
+        """The deepest blocks of what waiting requests have matched: they and all before them are not evicted now."""
+        ...
+
     def poll(self) -> list[DiskResult]:
         """Answers since the last call."""
         ...

@@ -39,11 +39,17 @@ class RestoreTotals:
 class Lookup:
     """A question to the disk: how much of a prefix it holds. `length` is None until answered or given up."""
 
-    __slots__ = ("_deadline_s", "length")
+    __slots__ = ("_deadline_s", "hashes", "length")
 
-    def __init__(self, deadline_s: float, length: int | None = None) -> None:
-        self._deadline_s = deadline_s
+    def __init__(self, hashes: Sequence[bytes], deadline_s: float, length: int | None = None) -> None:
+        self.hashes = hashes
         self.length = length
+        self._deadline_s = deadline_s
+
+    @property
+    def deepest(self) -> bytes | None:
+        """The last block of what the disk holds."""
+        return self.hashes[self.length - 1] if self.length else None
 
     def is_pending(self, now_s: float) -> bool:
         return self.length is None and now_s < self._deadline_s
@@ -73,7 +79,8 @@ class Tiers:
         self._copies = copies
         self._clock = clock
         self._timeout_s = timeout_s
-        self._lookups: list[Lookup] = []
+        # Of requests that wait.
+        self._lookups: dict[Lookup, None] = {}
         self.num_lookup_timeouts = 0
         self.spiller = Spiller(pool, copies, host, disk, clock, max_storing=max(host.num_slots // 2, 1))
         self.restorer = Restorer(
@@ -90,15 +97,28 @@ class Tiers:
         pool.on_evict = lambda block_hash, _: self.spiller.device_evicted(block_hash)
 
     def look_up(self, hashes: Sequence[bytes]) -> Lookup:
-        """Ask the disk for the longest prefix of `hashes`, unless device and host have all of it."""
+        """Ask the disk for the longest prefix of `hashes`, unless device and host have all of it. What it holds is protected
+        there until `forget`.
+        """
         if self.disk is None or all(self._is_near(h) for h in hashes):
-            return Lookup(0.0, length=0)
-        lookup = Lookup(self._clock() + _LOOKUP_TIMEOUT_S)
+            return Lookup(hashes, 0.0, length=0)
+        lookup = Lookup(hashes, self._clock() + _LOOKUP_TIMEOUT_S)
         if self.disk.lookup(hashes, lookup):
-            self._lookups.append(lookup)
+            self._lookups[lookup] = None
         else:
             lookup.length = 0
         return lookup
+
+    def forget(self, lookup: Lookup) -> None:
+        """Nobody waits with this lookup any more."""
+        self._lookups.pop(lookup, None)
+        self._protect()
+
+    def use(self, hashes: Sequence[bytes]) -> None:
+        """A request was admitted that matched this prefix, head first: it is recent now, in the host tier and on disk."""
+        self.host.touch(hashes)
+        if self.disk is not None and hashes:
+            self.disk.touch(hashes[-1])
 
     def locate(self, hashes: Sequence[bytes], start: int, disk_length: int) -> list[Tier]:
         """Where the blocks of a chain lie from `start` on, as far as they are resident and worth bringing up."""
@@ -141,6 +161,7 @@ class Tiers:
                     stores.append(result)
                 elif isinstance(result, LookupResult) and result.tag.length is None:
                     result.tag.length = result.length
+                    self._protect()
             self.restorer.loads_done(loads)
             self.spiller.stored(stores)
         self._give_up_lookups()
@@ -190,11 +211,14 @@ class Tiers:
 
     def _give_up_lookups(self) -> None:
         now_s = self._clock()
-        late = [lookup for lookup in self._lookups if lookup.length is None and not lookup.is_pending(now_s)]
-        for lookup in late:
-            lookup.length = 0
-        self.num_lookup_timeouts += len(late)
-        self._lookups = [lookup for lookup in self._lookups if lookup.length is None]
+        for lookup in self._lookups:
+            if lookup.length is None and not lookup.is_pending(now_s):
+                lookup.length = 0
+                self.num_lookup_timeouts += 1
+
+    def _protect(self) -> None:
+        if self.disk is not None:
+            self.disk.protect(frozenset(lookup.deepest for lookup in self._lookups if lookup.deepest is not None))
 
     def _is_near(self, block_hash: bytes) -> bool:
         return self._pool.find(block_hash) is not None or block_hash in self.host

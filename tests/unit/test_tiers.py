@@ -284,6 +284,36 @@ def test_a_block_in_flight_is_not_reused_although_its_owner_is_gone():
         assert collector.tokens[f"c{i}"] == expected_tokens(prompt(30, seed=50 + i), 4)
 
 
+def test_what_a_waiting_request_matched_is_protected_until_its_turn():
+    tiered = saved(max_num_seqs=1)
+    tiered.core.add(request("first", prompt(20, seed=7), max_tokens=3))
+    tiered.core.add(request("waiting", prompt(60)))
+    hashes = tiered.core.scheduler.waiting[1].full_block_hashes(8)
+    collector = Collector(tiered.core)
+    while tiered.disk.pending:
+        tiered.disk.complete()
+    collector.step()
+    assert tiered.disk.protected == {hashes[6]}
+    result = run(tiered)
+    assert result.sources["waiting"].disk == 56
+    assert tiered.disk.protected == frozenset()
+    assert tiered.disk.touched[-1] == hashes[6]
+    tiered.core.add(request("gone", prompt(60)))
+    tiered.core.abort("gone")
+    assert not tiered.tiers._lookups
+
+
+def test_what_a_waiting_request_matched_on_the_device_goes_last():
+    core_settings = {"num_blocks": 33, "max_num_seqs": 1, "num_slots": 4}
+    tiered = TieredCore(**core_settings)
+    for name, seed in (("wanted", 1), ("unwanted", 2)):
+        run(tiered, request(name, prompt(60, seed=seed)))
+    tiered.core.add(request("running", prompt(60, seed=3), max_tokens=100))
+    tiered.core.add(request("waiting", prompt(60, seed=1)))
+    result = run(tiered)
+    assert result.sources["waiting"].device == 56
+
+
 def test_restores_never_starve_a_running_request():
     disk = FakeDisk()
     first = TieredCore(num_blocks=64, disk=disk)
