@@ -17,6 +17,7 @@ padded with a block of their own. Within a sequence's last block, slots past the
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 # Query tokens that share one product in prefill. Longer: more masked work on the diagonal; shorter: more, smaller products.
-QUERY_BLOCK = 128
+QUERY_BLOCK = 256
 # Decodes share one padded product while the longest context is at most this many times the shortest, plus the slack.
 SPREAD_RATIO = 1.5
 SPREAD_SLACK = 64
@@ -153,10 +154,10 @@ def decode_planned(
         out = torch.nn.functional.scaled_dot_product_attention(grouped, k, v, attn_mask=plan.mask, scale=scale)
         return out.reshape(batch, heads, dim)
     k, v = kv.transpose(2, 3).reshape(2, batch * num_kv_heads, plan.context_len, dim).unbind(0)
-    scores = torch.bmm(q.reshape(batch * num_kv_heads, group, dim), k.transpose(1, 2)).mul_(scale)
+    scores = torch.bmm((q * scale).view(batch * num_kv_heads, group, dim), k.transpose(1, 2))
     if plan.mask is not None:
         scores.view(batch, num_kv_heads, group, plan.context_len).add_(plan.mask)
-    return torch.bmm(torch.softmax(scores, -1), v).view(batch, heads, dim)
+    return torch.bmm(torch.softmax(scores, -1, out=scores), v).view(batch, heads, dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,20 +207,23 @@ def prefill_planned(
     k, v = kv.transpose(1, 2).contiguous().unbind(0)
     rows = (q.view(tokens, num_kv_heads, group, dim).permute(1, 0, 2, 3) * scale).reshape(num_kv_heads, -1, dim)
     out = torch.empty_like(rows)
+    mask = _causal_mask(q.dtype, q.device)
     for low in range(0, tokens, QUERY_BLOCK):
         high = min(low + QUERY_BLOCK, tokens)
         first_new, num_keys = plan.num_cached + low, plan.num_cached + high
         block = slice(low * group, high * group)
         scores = torch.bmm(rows[:, block], k[:, :num_keys].transpose(1, 2))
         diagonal = scores.view(num_kv_heads, high - low, group, num_keys)[..., first_new:]
-        diagonal.masked_fill_(_causal_mask(high - low, q.device), float("-inf"))
-        torch.bmm(torch.softmax(scores, -1), v[:, :num_keys], out=out[:, block])
+        diagonal.add_(mask[: high - low, :, : high - low])
+        torch.bmm(torch.softmax(scores, -1, out=scores), v[:, :num_keys], out=out[:, block])
     return out.view(num_kv_heads, tokens, group, dim).permute(1, 0, 2, 3).reshape(tokens, heads, dim)
 
 
-def _causal_mask(tokens: int, device: torch.device) -> torch.Tensor:
-    """bool [tokens, 1, tokens]: true where the key lies after the query."""
-    return torch.ones((tokens, tokens), dtype=torch.bool, device=device).triu_(1).unsqueeze(1)
+@functools.cache
+def _causal_mask(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[QUERY_BLOCK, 1, QUERY_BLOCK]: -inf where the key lies after the query, else 0; its corner serves any smaller block."""
+    late = torch.ones((QUERY_BLOCK, QUERY_BLOCK), dtype=torch.bool, device=device).triu_(1)
+    return torch.zeros(late.shape, dtype=dtype, device=device).masked_fill_(late, float("-inf")).unsqueeze(1)
 
 
 def kv_write(blocks: torch.Tensor, layer: int, slots: NDArray[np.int64], k: torch.Tensor, v: torch.Tensor) -> None:

@@ -42,7 +42,7 @@ _SPECIAL_ATTENTION = ("sliding_window", "use_rope", "sinks", "attn_logit_softcap
 
 
 @dataclass(slots=True)
-class _Norm:
+class Norm:
     """Root-mean-square normalisation: `x / sqrt(mean(x^2) + eps) * weight` over the last dimension."""
 
     weight: torch.Tensor
@@ -77,12 +77,12 @@ class _Layer:
     index: int
     num_heads: int
     scale: float
-    input_norm: _Norm
+    input_norm: Norm
     qkv: StackedLinear
-    q_norm: _Norm | None
-    k_norm: _Norm | None
+    q_norm: Norm | None
+    k_norm: Norm | None
     output: StackedLinear
-    post_norm: _Norm
+    post_norm: Norm
     gate_up: StackedLinear
     down: StackedLinear
 
@@ -95,7 +95,7 @@ class FusedModel:
         embedding: nn.Embedding,
         rotary: nn.Module,
         layers: list[_Layer],
-        norm: _Norm,
+        norm: Norm,
         head: StackedLinear,
         layout: KVLayout,
         tied: bool,
@@ -144,7 +144,7 @@ class FusedModel:
         rotated, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
             rotated = torch.cat((layer.q_norm(qkv[:, :heads]), layer.k_norm(qkv[:, heads : heads + kv_heads])), 1)
-        rotated = _rotate(rotated, cos, sin)
+        rotated = rotate(rotated, cos, sin)
         q, k = rotated[:, :heads], rotated[:, heads:]
         kv_batch.write(layer.index, k, v)
         attended = kv_batch.attend(layer.index, q, layer.scale)
@@ -160,7 +160,7 @@ def _mlp(layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
     return layer.down.add(F.silu(gate).mul_(up), hidden)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of x [T, heads, head_dim] in the two-halves convention: `(a, b) -> (a cos - b sin, b cos + a sin)`."""
     half = sin.shape[-1]
     out = x * cos
@@ -196,13 +196,13 @@ def _children(module: nn.Module | None) -> dict[str, nn.Module]:
     return {k: m for k, m in module.named_children() if not isinstance(m, nn.Dropout | nn.Identity)}
 
 
-def _read_norm(module: nn.Module | None) -> _Norm | None:
+def _read_norm(module: nn.Module | None) -> Norm | None:
     if module is None or not type(module).__name__.endswith("RMSNorm"):
         return None
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(eps, float):
         return None
-    return _Norm(weight.detach(), eps)
+    return Norm(weight.detach(), eps)
 
 
 def _read_linears(children: dict[str, nn.Module], *choices: tuple[str, ...]) -> list[nn.Linear] | None:

@@ -37,6 +37,7 @@ from tieredkv.types import EngineRequest, SamplingParams
 logger = logging.getLogger(__name__)
 
 _CPU_POOL_MOST_NBYTES = 4 * 1024**3
+_WARM_UP_TOKENS = 512
 _CHECK_TOKENS = 40
 # Two sequences side by side: prefill beside prefill, decode beside prefill, decode beside decode.
 _CHECK_PARTS = [(21, 1, 1, 17), (17, 19, 1, 3)]
@@ -85,8 +86,10 @@ class ModelRunner:
         return _run(self.forward, batch, self.pool)
 
     def warm_up(self) -> None:
-        """Run once what the first request would otherwise wait for."""
-        _deviation(self.loaded, self._prepared, _CHECK_PARTS)
+        """Run a long prompt once, so that the first request does not wait for memory and for kernels made on demand."""
+        num_tokens = min(_WARM_UP_TOKENS, self.loaded.max_model_len)
+        with torch.inference_mode():
+            _run(self.forward, *_synthetic_batch(self.loaded, num_tokens, num_tokens))
 
     def self_check(self) -> None:
         """Compare logits of the whole path (prefill in parts, decode, both mixed) with stock transformers'.
@@ -254,19 +257,29 @@ def _room_nbytes(loaded: LoadedModel, config: Config, forward: Forward) -> int:
 @torch.inference_mode()
 def _activation_nbytes(loaded: LoadedModel, config: Config, forward: Forward) -> int:
     """Peak bytes that the largest step takes beside weights and pool, found by running one on the GPU."""
-    longest = min(config.scheduler.max_num_batched_tokens, loaded.max_model_len)
-    num_blocks = -(-longest // loaded.layout.block_size)
-    pool = KVPool(loaded.layout, 1 + num_blocks, loaded.device, loaded.dtype)
-    scheduled = []
-    for start in range(0, config.scheduler.max_num_batched_tokens, longest):
-        num_new = min(longest, config.scheduler.max_num_batched_tokens - start)
-        sequence = Sequence(EngineRequest("profile", [0] * num_new, SamplingParams()), b"")
-        sequence.block_ids = array("i", range(1, 1 + num_blocks))
-        scheduled.append(ScheduledSequence(sequence, 0, num_new))
-    scheduled.sort(key=lambda part: part.num_new != 1)
+    num_tokens = config.scheduler.max_num_batched_tokens
+    batch, pool = _synthetic_batch(loaded, num_tokens, min(num_tokens, loaded.max_model_len))
     torch.cuda.synchronize(loaded.device)
     torch.cuda.reset_peak_memory_stats(loaded.device)
     before = torch.cuda.memory_allocated(loaded.device)
-    _run(forward, build_batch(scheduled, loaded.layout.block_size), pool)
+    _run(forward, batch, pool)
     torch.cuda.synchronize(loaded.device)
     return torch.cuda.max_memory_allocated(loaded.device) - before + pool.nbytes
+
+
+def _synthetic_batch(loaded: LoadedModel, num_tokens: int, longest: int) -> tuple[Batch, KVPool]:
+    """A prefill of `num_tokens` in sequences of at most `longest` tokens, and a pool of its own for it.
+
+    The sequences share their blocks: what is computed means nothing.
+    """
+    block_size = loaded.layout.block_size
+    num_blocks = -(-longest // block_size)
+    pool = KVPool(loaded.layout, 1 + num_blocks, loaded.device, loaded.dtype)
+    scheduled = []
+    for start in range(0, num_tokens, longest):
+        num_new = min(longest, num_tokens - start)
+        sequence = Sequence(EngineRequest("synthetic", [0] * num_new, SamplingParams()), b"")
+        sequence.block_ids = array("i", range(1, 1 + num_blocks))
+        scheduled.append(ScheduledSequence(sequence, 0, num_new))
+    scheduled.sort(key=lambda part: part.num_new != 1)
+    return build_batch(scheduled, block_size), pool

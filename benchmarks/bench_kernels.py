@@ -1,0 +1,212 @@
+"""Micro-benchmarks of the CPU path: what `docs/performance.md` states, measured again.
+
+    python -m benchmarks.bench_kernels steps      whole forward passes: cold prefill, warm prefill, decode
+    python -m benchmarks.bench_kernels linear     products whose weights come from memory, not from the cache
+    python -m benchmarks.bench_kernels attention  decode and prefill attention of one layer
+    python -m benchmarks.bench_kernels small      normalisation, activation, rotation
+
+Knows nothing of HTTP or scheduling; times are milliseconds, median (minimum). Nothing else may run on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterable
+
+from benchmarks.machine import describe
+from tieredkv import runtime
+
+# SmolLM2-135M.
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 576, 1536, 9, 3, 64, 49152
+BLOCK_SIZE = 16
+
+
+def times_ms(run: Callable[[], object], *, budget_s: float = 0.3, least: int = 5) -> list[float]:
+    """Durations of repeated calls after two that do not count."""
+    run()
+    run()
+    found: list[float] = []
+    end_s = time.perf_counter() + budget_s
+    while len(found) < least or (time.perf_counter() < end_s and len(found) < 1000):
+        began_s = time.perf_counter()
+        run()
+        found.append((time.perf_counter() - began_s) * 1e3)
+    return found
+
+
+def show(name: str, found: list[float], note: str = "") -> None:
+    print(f"{name:<52} {statistics.median(found):9.3f} ({min(found):.3f}) {note}", flush=True)
+
+
+def bench_steps(profile_rows: int) -> None:
+    """Forward passes inside the engine's runner, batch layout and sampling included."""
+    import torch
+
+    from tieredkv.batch import build_batch
+    from tieredkv.config import Config
+    from tieredkv.model_runner import ModelRunner
+    from tieredkv.models import load_model
+    from tieredkv.sequence import ScheduledSequence, Sequence
+    from tieredkv.types import EngineRequest, SamplingParams
+
+    config = Config.load({"dtype": "bfloat16", "num_gpu_blocks_override": 2000})
+    runner = ModelRunner(load_model(config.model, BLOCK_SIZE), config)
+    runner.warm_up()
+    generator = torch.Generator().manual_seed(0)
+
+    def sequences(lengths: Iterable[int]) -> list[Sequence]:
+        made, next_block = [], 1
+        for length in lengths:
+            ids = torch.randint(VOCABULARY, (length,), generator=generator).tolist()
+            sequence = Sequence(EngineRequest("bench", ids, SamplingParams(temperature=0.0)), b"")
+            num_blocks = length // BLOCK_SIZE + 8
+            sequence.block_ids = array("i", range(next_block, next_block + num_blocks))
+            next_block += num_blocks
+            made.append(sequence)
+        return made
+
+    def step(parts: list[tuple[Sequence, int, int]]) -> None:
+        runner.execute(build_batch([ScheduledSequence(*part) for part in parts], BLOCK_SIZE))
+
+    def decode(lengths: Iterable[int]) -> Callable[[], None]:
+        made = sequences(lengths)
+        for sequence in made:
+            step([(sequence, 0, sequence.num_tokens)])
+            sequence.token_ids.append(5)
+        return lambda: step([(sequence, sequence.num_tokens - 1, 1) for sequence in made])
+
+    (prompt,) = sequences([1024])
+    eight = sequences([256] * 8)
+    cases: dict[str, Callable[[], None]] = {
+        "prefill 1024 tokens, cold": lambda: step([(prompt, 0, 1024)]),
+        "prefill 16 tokens over 1008 cached": lambda: step([(prompt, 1008, 16)]),
+        "prefill 8 x 256 tokens": lambda: step([(sequence, 0, 256) for sequence in eight]),
+        "decode 1 stream of 300 tokens": decode([300]),
+        "decode 8 streams of about 320 tokens": decode(range(300, 340, 5)),
+        "decode 32 streams of about 320 tokens": decode(range(300, 332)),
+    }
+    for name, run in cases.items():
+        show(name, times_ms(run, budget_s=2.0))
+        if profile_rows:
+            from torch.profiler import ProfilerActivity, profile
+
+            with profile(activities=[ProfilerActivity.CPU]) as record:
+                run()
+            print(record.key_averages().table(sort_by="self_cpu_time_total", row_limit=profile_rows))
+
+
+def bench_linear() -> None:
+    """One product per distinct weight, 212 MB of weights in all, so that each is read from memory."""
+    import torch
+
+    from tieredkv.linear import StackedLinear
+
+    for width_in, width_out in ((HIDDEN, 2 * INTERMEDIATE), (INTERMEDIATE, HIDDEN), (HIDDEN, VOCABULARY)):
+        count = max(2, round(212e6 / (2 * width_in * width_out)))
+        layers = [torch.nn.Linear(width_in, width_out, bias=False).bfloat16() for _ in range(count)]
+        nbytes = count * width_in * width_out * 2
+        plain = [(layer.weight.detach()) for layer in layers]
+        packed = [StackedLinear([layer]) for layer in layers]
+        for linear in packed:
+            linear.pack(release=False)
+        for rows in (1, 4, 8, 16, 256):
+            if rows == 256 and width_out == VOCABULARY:
+                continue
+            x = torch.randn(rows, width_in).bfloat16()
+            for kind, run in (
+                ("plain", lambda x=x, plain=plain: [torch.nn.functional.linear(x, weight) for weight in plain]),
+                ("packed", lambda x=x, packed=packed: [linear(x) for linear in packed]),
+            ):
+                found = times_ms(run)
+                rate = f"{nbytes / min(found) / 1e6:6.1f} GB/s {rows * nbytes / min(found) / 1e6:7.0f} GFLOP/s"
+                show(f"{count} x [{rows}, {width_in}] x [{width_in}, {width_out}] {kind}", found, rate)
+
+
+def bench_attention() -> None:
+    """One layer's reads and attention, over contexts scattered in a pool of 30 layers."""
+    import numpy as np
+    import torch
+
+    from tieredkv.kernels import reference
+
+    num_layers, num_blocks, cpu = 30, 1000, torch.device("cpu")
+    blocks = torch.randn(num_blocks, num_layers, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM).bfloat16()
+    halves = blocks.view(-1, BLOCK_SIZE * KV_HEADS * HEAD_DIM)
+    rng = np.random.default_rng(0)
+    for lens in ([300], [1024], list(range(300, 340, 5)), list(range(300, 332))):
+        width = -(-max(lens) // BLOCK_SIZE)
+        tables = rng.permutation(num_blocks)[: len(lens) * width].reshape(len(lens), width).astype(np.int32)
+        context_lens = np.asarray(lens, dtype=np.int32)
+        plans = reference.plan_decode(tables, context_lens, num_layers, BLOCK_SIZE, torch.bfloat16, cpu)
+        q = torch.randn(len(lens), HEADS, HEAD_DIM).bfloat16()
+
+        def decode(q: torch.Tensor = q, plans: list[reference.DecodePlan] = plans) -> None:
+            for layer in range(num_layers):
+                reference.decode_groups(q, halves, layer, plans, KV_HEADS, 0.125)
+
+        found = times_ms(decode)
+        show(f"decode, {len(lens)} sequences of about {lens[0]}, 30 layers", found)
+    for new, context in ((1024, 1024), (16, 1024), (256, 256)):
+        table = rng.permutation(num_blocks)[: -(-context // BLOCK_SIZE)].astype(np.int32)
+        plan = reference.plan_prefill(table, 0, new, context, num_layers, BLOCK_SIZE, cpu)
+        q = torch.randn(new, HEADS, HEAD_DIM).bfloat16()
+
+        def prefill(q: torch.Tensor = q, plan: reference.PrefillPlan = plan) -> None:
+            for layer in range(num_layers):
+                reference.prefill_planned(q, halves, layer, plan, KV_HEADS, 0.125)
+
+        found = times_ms(prefill)
+        show(f"prefill, {new} of {context} tokens, 30 layers", found)
+
+
+def bench_small() -> None:
+    """Element-wise work, where the number of operations and of temporaries decides."""
+    import torch
+    from torch.nn import functional
+
+    from tieredkv.fused import Norm, rotate
+
+    def cases(rows: int) -> dict[str, Callable[[], object]]:
+        x = torch.randn(rows, HIDDEN).bfloat16()
+        norm = Norm(torch.randn(HIDDEN).bfloat16(), 1e-5)
+        gate, up = torch.randn(rows, 2 * INTERMEDIATE).bfloat16().chunk(2, -1)
+        qk = torch.randn(rows, HEADS + 2 * KV_HEADS, HEAD_DIM).bfloat16()[:, : HEADS + KV_HEADS]
+        cos, sin = torch.randn(rows, 1, HEAD_DIM).bfloat16(), torch.randn(rows, 1, HEAD_DIM // 2).bfloat16()
+        return {
+            "rms_norm of torch": lambda: functional.rms_norm(x, (HIDDEN,), norm.weight, norm.eps),
+            "norm by weight normalisation": lambda: norm(x),
+            "silu(gate) * up": lambda: functional.silu(gate).mul_(up),
+            "rotary embedding": lambda: rotate(qk, cos, sin),
+        }
+
+    for rows in (1, 8, 1024):
+        for name, run in cases(rows).items():
+            show(f"{name}, {rows} rows", times_ms(run))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Micro-benchmarks of the CPU path.")
+    parser.add_argument("what", choices=("steps", "linear", "attention", "small"))
+    parser.add_argument(
+        "--profile", type=int, default=0, metavar="ROWS", help="with `steps`: also the ROWS dearest operations"
+    )
+    options = parser.parse_args()
+    runtime.maybe_reexec(sys.argv)
+    import torch
+
+    torch.set_num_threads(runtime.num_cores())
+    for key, value in describe().items():
+        print(f"# {key}: {value}")
+    with torch.inference_mode():
+        if options.what == "steps":
+            bench_steps(options.profile)
+        else:
+            {"linear": bench_linear, "attention": bench_attention, "small": bench_small}[options.what]()
+
+
+if __name__ == "__main__":
+    main()
