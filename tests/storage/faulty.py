@@ -15,6 +15,21 @@ BOTH = ("begin", "stat")
 OPERATIONS = (*READS, *WRITES, *BOTH)
 
 
+class Gate:
+    """Holds an operation up: `entered` is set when one has arrived, `open` lets all go on."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self._open = threading.Event()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def pass_through(self) -> None:
+        self.entered.set()
+        self._open.wait(30)
+
+
 class FaultyMedium(Medium):
     """`faults[operation]` is called instead of the operation while it is there; it raises, waits, or returns a value.
 
@@ -34,17 +49,17 @@ class FaultyMedium(Medium):
         self.faults[operation] = raise_it
         self.after[operation] = after
 
-    def block(self, operation: str) -> threading.Event:
-        """The operation waits until the event is set, then goes on as usual."""
-        event = threading.Event()
+    def block(self, operation: str) -> Gate:
+        """The operation waits at a gate, then goes on as usual."""
+        gate = Gate()
         plain = getattr(super(), operation)
 
         def wait(*args: Any, **more: Any) -> Any:
-            event.wait(30)
+            gate.pass_through()
             return plain(*args, **more)
 
         self.faults[operation] = wait
-        return event
+        return gate
 
     def heal(self) -> None:
         self.faults.clear()
