@@ -1,6 +1,6 @@
 """`tieredkv inspect DIR` and `tieredkv verify DIR`: look into a store of the disk tier, and audit it.
 
-Both work beside servers that use the store. Neither loads a model, or torch.
+Both work beside servers that use the store. Neither loads a model or torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dataclasses
 import datetime
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,8 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tieredkv.config import format_size
-from tieredkv.storage.audit import Inspection, NamespaceSummary
-from tieredkv.storage.disk import DiskStore
+
+if TYPE_CHECKING:
+    from tieredkv.storage.audit import Inspection, NamespaceSummary
+    from tieredkv.storage.disk import DiskStore
 
 EXIT_PROBLEMS = 1
 
@@ -30,7 +32,7 @@ def inspect_store(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> int:
     """Show what a store of the disk tier holds: models, blocks, tokens, bytes, chains, pins."""
-    store = DiskStore.open(directory, readonly=True)
+    store = _open(directory, readonly=True)
     try:
         found = store.inspect()
     finally:
@@ -47,7 +49,7 @@ def verify_store(
     repair: Annotated[bool, typer.Option("--repair", help="Remove what is bad and write the index anew.")] = False,
 ) -> int:
     """Audit every record of a store and everything the index says about it. Exit code 1 if something is wrong and stays so."""
-    store = DiskStore.open(directory, readonly=not repair)
+    store = _open(directory, readonly=not repair)
     columns = (TextColumn("Checking blocks"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -70,6 +72,13 @@ def verify_store(
         return 0
     print(f"{checked}: {report.num_problems:,} problems; --repair removes what is bad")
     return EXIT_PROBLEMS
+
+
+def _open(directory: Path, *, readonly: bool) -> DiskStore:
+    # LMDB and numpy load here, so that `--help` stays quick.
+    from tieredkv.storage.disk import DiskStore
+
+    return DiskStore.open(directory, readonly=readonly)
 
 
 def _as_json(found: Inspection) -> dict[str, Any]:
