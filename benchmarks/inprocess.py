@@ -10,7 +10,6 @@ whole step, and the model's share of it (forward pass and sampling). While a run
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
 import sys
@@ -20,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 from benchmarks.servers import MODEL_NAME
+from tieredkv.runtime import maybe_reexec
 
 
 class StepTimer:
@@ -56,11 +56,8 @@ class StepTimer:
 
 def main() -> None:
     """Load the model, then serve runs until the process is ended."""
-    with contextlib.suppress(ImportError):
-        from tieredkv import runtime
-
-        # The server replaces itself once by a process with a better allocator and OpenMP runtime; so does this.
-        getattr(runtime, "maybe_reexec", lambda argv: None)(sys.argv)
+    # The server replaces itself once by a process with a better allocator and OpenMP runtime; so does this.
+    maybe_reexec(sys.argv)
     parser = argparse.ArgumentParser(description="The engine without a server around it.")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--dtype", default="bfloat16")

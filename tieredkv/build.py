@@ -51,8 +51,9 @@ def load_runner(config: Config, progress: Progress | None = None) -> ModelRunner
     from tieredkv.models import load_model
 
     runner = ModelRunner(load_model(config.model, config.cache.block_size, progress), config)
-    # Also warms up: what the first request would otherwise wait for happens here.
     runner.self_check()
+    # What the first request would otherwise wait for happens here.
+    runner.warm_up()
     return runner
 
 

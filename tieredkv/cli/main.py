@@ -22,6 +22,7 @@ from tieredkv.checkpoint import cache_dir
 from tieredkv.cli import store
 from tieredkv.config import Config, format_size
 from tieredkv.errors import ConfigError, StorageError, UnsupportedModelError
+from tieredkv.runtime import maybe_reexec
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -85,12 +86,8 @@ def _serve(**given: Any) -> int:
         source="command line",
         defaults={"disk_path": str(cache_dir() / "blocks")},
     )
-    from tieredkv import runtime
-
     # Before torch is loaded: the allocator and the OpenMP runtime can only be chosen at the start of a process.
-    reexec = getattr(runtime, "maybe_reexec", None)
-    if reexec is not None:
-        reexec(sys.argv)
+    maybe_reexec(sys.argv)
     from tieredkv.server.main import serve
 
     return serve(config)
