@@ -88,8 +88,10 @@ class _Snapshot:
     state: State
 
 
-def verify_store(env: StoreEnvironment, *, repair: bool = False, progress: Progress | None = None) -> Report:
-    """Audit the store; with `repair` delete bad blocks with all behind them and write the rows anew.
+def verify_store(
+    env: StoreEnvironment, *, repair: bool = False, progress: Progress | None = None, capacity_nbytes: int = 0
+) -> Report:
+    """Audit the store; with `repair` delete bad blocks with all behind them and write the rows anew (see `rebuild`).
 
     `progress(done, total)` counts blocks. Raises `StorageError` if the store cannot be read (or written, to repair it).
     """
@@ -103,7 +105,7 @@ def verify_store(env: StoreEnvironment, *, repair: bool = False, progress: Progr
     _check_rows(snapshot, bad, report)
     if repair and not report.ok:
         with env.writing() as txn:
-            report.num_removed = rebuild(txn, env.medium, bad)
+            report.num_removed = rebuild(txn, env.medium, bad, capacity_nbytes=capacity_nbytes)
         report.repaired = True
     return report
 
@@ -211,10 +213,11 @@ def _count(rows: dict[bytes, Row], state: State) -> State:
     return total
 
 
-def rebuild(txn: Txn, medium: Medium, bad: set[bytes] | None = None) -> int:
+def rebuild(txn: Txn, medium: Medium, bad: set[bytes] | None = None, *, capacity_nbytes: int = 0) -> int:
     """Make the rows consistent: drop `bad` blocks, orphans and halves, recount everything; returns how many blocks went.
 
-    A row that cannot be read loses its block. Blocks, pins, uses and descriptions of the rest stay as they were.
+    A row that cannot be read loses its block. Blocks, pins, uses and descriptions of the rest stay as they were;
+    `capacity_nbytes` stands in for a capacity that cannot be read.
     """
     found = _snapshot(txn, medium)
     dropped = set(bad or ()) | found.unreadable | (found.stored ^ set(found.rows))
@@ -240,6 +243,7 @@ def rebuild(txn: Txn, medium: Medium, bad: set[bytes] | None = None) -> int:
             for entry in row.recency_keys(key):
                 medium.put(txn.raw, entry, b"", txn.dbs["recency"])
     found.state.clock_us = latest_us
+    found.state.capacity_nbytes = found.state.capacity_nbytes or capacity_nbytes
     medium.put(txn.raw, STATE_KEY, _count(kept, found.state).pack(), txn.dbs["info"])
     return len(found.stored) - len(kept)
 

@@ -307,7 +307,7 @@ class DiskStore:
     def _rebuild(self) -> None:
         try:
             with self._env.writing() as txn:
-                rebuild(txn, self._medium)
+                rebuild(txn, self._medium, capacity_nbytes=self._session.last_state.capacity_nbytes)
             self._session.must_rebuild = False
         except (StorageError, *CONTRADICTIONS) as error:
             logger.warning("disk tier: %s cannot be repaired: %s", self.directory, error)
@@ -334,7 +334,12 @@ class DiskStore:
     def verify(self, *, repair: bool = False, progress: Callable[[int, int], None] | None = None) -> Report:
         """Audit every record and the invariants; `progress(done, total)` in blocks. Raises `StorageError`."""
         with self._session.write_lock:
-            return verify_store(self._env, repair=repair, progress=progress)
+            return verify_store(
+                self._env,
+                repair=repair,
+                progress=progress,
+                capacity_nbytes=self._session.last_state.capacity_nbytes,
+            )
 
     def inspect(self) -> Inspection:
         """What the store holds, by namespace. Raises `StorageError`."""

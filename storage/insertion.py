@@ -66,6 +66,8 @@ class BlockInserter:
                         coming.add(record.hash)
         except StorageError:
             return
+        except CONTRADICTIONS as error:
+            self._session.distrust(error)
 
     def _groups(self, records: Sequence[BlockRecord], order: list[int]) -> Iterator[list[int]]:
         limit = min(BATCH_NBYTES, self._session.budget_nbytes // 64)

@@ -42,7 +42,7 @@ class BlockRemover:
                     return num_removed, True
                 num_removed += self._remove_leaves(doomed, spare_pinned=False)
         except StorageError:
-            pass
+            self._session.count(failed=1)
         except CONTRADICTIONS as error:
             self._session.distrust(error)
         return num_removed, False
@@ -65,6 +65,7 @@ class BlockRemover:
                     and (root is None or row.root == root)
                 ]
         except StorageError:
+            self._session.count(failed=1)
             return Cleared(0, 0)
         except CONTRADICTIONS as error:
             self._session.distrust(error)

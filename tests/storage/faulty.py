@@ -15,19 +15,16 @@ BOTH = ("begin", "stat")
 OPERATIONS = (*READS, *WRITES, *BOTH)
 
 
-class Gate:
-    """Holds an operation up: `entered` is set when one has arrived, `open` lets all go on."""
+class Gate(threading.Event):
+    """Holds an operation up until it is set; `entered` is set when one has arrived."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.entered = threading.Event()
-        self._open = threading.Event()
-
-    def open(self) -> None:
-        self._open.set()
 
     def pass_through(self) -> None:
         self.entered.set()
-        self._open.wait(30)
+        self.wait(30)
 
 
 class FaultyMedium(Medium):

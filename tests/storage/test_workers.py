@@ -116,7 +116,7 @@ def test_a_slow_disk_blocks_no_submit_and_the_bound_refuses(tmp_path):
     bench.arena.check_integrity(num_leases=4)
     bench.clock.now_s += 60
     assert "busy" in bench.workers.health()[0]
-    gate.open()
+    gate.set()
     bench.wait(*jobs)
     assert [j.outcomes for j in jobs] == [[StoreOutcome.STORED]] * 4
     assert bench.workers.depths.write_nbytes == 0
@@ -134,7 +134,7 @@ def test_a_slow_read_is_overdue_once_and_keeps_its_slot_until_it_ends(bench):
     assert bench.workers.overdue() == [job]
     assert bench.workers.overdue() == []
     assert not job.answered
-    gate.open()
+    gate.set()
     bench.wait(job)
     assert job.outcome is LoadOutcome.LOADED
     assert job.target == payload_of(name("a", 0))
@@ -148,7 +148,7 @@ def test_what_waits_beyond_its_deadline_or_is_cancelled_is_not_begun(tmp_path):
     assert gate.entered.wait(LIMIT_S)
     bench.clock.now_s += 6
     unwanted.cancel()
-    gate.open()
+    gate.set()
     bench.wait(first, late, unwanted)
     assert (late.outcome, unwanted.outcome) == (LoadOutcome.FAILED, LoadOutcome.FAILED)
     assert late.error != unwanted.error
@@ -228,7 +228,7 @@ def test_closing_does_not_wait_for_a_stuck_disk(tmp_path):
     assert waiting.outcomes == [StoreOutcome.FAILED]
     assert not stuck.answered
     bench.arena.check_integrity(num_leases=1)
-    gate.open()
+    gate.set()
     bench.wait(stuck)
     bench.arena.check_integrity(num_leases=0)
     bench.store.close()
