@@ -94,6 +94,7 @@ def make_core(
         vocab_size=VOCAB_SIZE,
         metrics=EngineMetrics("fake"),
         clock=clock or ManualClock(),
+        block_nbytes=runner.slots.nbytes // num_blocks,
         make_tiers=make_tiers,
     )
     return core, runner

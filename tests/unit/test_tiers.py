@@ -373,6 +373,39 @@ def test_the_prefix_that_survives_pressure_is_a_prefix():
     assert near == sorted(near, reverse=True)
 
 
+def test_metrics_tell_what_moved_and_what_was_lost():
+    disk = FakeDisk(capacity=12)
+    tiered = TieredCore(num_blocks=20, num_slots=8, disk=disk)
+
+    def value(name: str, **labels: str) -> float:
+        found = tiered.core.metrics.registry.get_sample_value("tieredkv:" + name, {"model_name": "fake", **labels})
+        assert found is not None, name
+        return found
+
+    run(tiered, request("a", prompt(60)))
+    tiered.settle()
+    assert value("spilled_blocks_total", tier="disk") == 7 == value("tier_blocks", tier="disk")
+    assert value("unsaved_blocks") == 0
+    churn(tiered, 3)
+    result = run(tiered, request("b", prompt(60)))
+    block_nbytes = 8 * 16
+    for tier in ("host", "disk"):
+        restored = getattr(result.sources["b"], tier) / 8
+        assert value("restored_blocks_total", tier=tier) == restored
+        assert value("restored_bytes_total", tier=tier) == restored * block_nbytes
+        assert value("prompt_tokens_cached_by_source_total", source=tier) == getattr(result.sources["b"], tier)
+    lost = value("dropped_blocks_total", tier="device") + value("dropped_blocks_total", tier="host")
+    counts = tiered.tiers.spiller.counts
+    assert lost == counts.dropped_by_device + counts.dropped_by_host
+    assert value("tier_evictions_total", tier="device") > 0
+    assert value("tier_capacity_bytes", tier="device") == 19 * block_nbytes
+    assert value("tier_used_bytes", tier="device") <= value("tier_capacity_bytes", tier="device")
+    assert value("num_requests_restoring") == 0
+    assert value("tier_healthy", tier="disk") == 1
+    disk.fault = "injected"
+    assert value("tier_healthy", tier="disk") == 0
+
+
 @pytest.mark.parametrize(
     ("prefill", "host", "disk", "expected"),
     [
