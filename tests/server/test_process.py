@@ -32,7 +32,8 @@ class Process:
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "tieredkv", "serve", str(model), "--port", "0", "--dtype", "float32",
              "--num-gpu-blocks-override", "200", *flags],
-            cwd=ROOT, env=environ | {"COLUMNS": "200", "TIEREDKV_DISK_PATH": "none"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            cwd=ROOT, env=environ | {"COLUMNS": "200", "TIEREDKV_DISK_PATH": "none"},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.table = ""
         self.errors: list[str] = []
