@@ -33,6 +33,7 @@ FORMAT_KEY = b"format"
 MAX_READERS = 510
 RETRY_OPEN_S = 1.0
 RESIZE_WAIT_S = 1.0
+READERS_WAIT_S = 0.2
 SHRINK_ROOM_NBYTES = 1 << 20
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -95,7 +96,7 @@ class StoreEnvironment:
         self._gate = threading.Condition()
         self._reopening = threading.Lock()
         self._handle: _Handle | None = None
-        self._num_inside = 0
+        self._inside_now: set[object] = set()
         self._retired = False
         self._damaged = False
         self._resizing = False
@@ -119,8 +120,11 @@ class StoreEnvironment:
 
     @property
     def map_nbytes(self) -> int:
+        """Most bytes that the data file may take as it is mapped here, 0 while it is not."""
         handle = self._handle
-        return 0 if handle is None else int(handle.env.info()["map_size"])
+        with contextlib.suppress(lmdb.Error):  # closed by another thread just now
+            return 0 if handle is None else int(handle.env.info()["map_size"])
+        return 0
 
     @property
     def file_nbytes(self) -> int:
@@ -181,13 +185,14 @@ class StoreEnvironment:
             handle = self._handle
             if handle is None or self._retired or self._resizing or self._closed:
                 raise StoreUnavailableError(self.fault or f"{self.directory} is not open")
-            self._num_inside += 1
+            visit = object()
+            self._inside_now.add(visit)
         try:
             self._check_files(handle)
             yield handle
         finally:
             with self._gate:
-                self._num_inside -= 1
+                self._inside_now.discard(visit)
                 self._dispose()
                 self._gate.notify_all()
 
@@ -250,7 +255,7 @@ class StoreEnvironment:
 
     def _dispose(self) -> None:
         """Called with the gate held."""
-        if self._retired and self._num_inside == 0 and self._handle is not None:
+        if self._retired and not self._inside_now and self._handle is not None:
             handle, self._handle = self._handle, None
             with contextlib.suppress(lmdb.Error, OSError):
                 self.medium.close(handle.env)
@@ -294,7 +299,7 @@ class StoreEnvironment:
                 return False
             self._resizing = True
             try:
-                if not self._gate.wait_for(lambda: self._num_inside == 0, RESIZE_WAIT_S) or self._handle is None:
+                if not self._gate.wait_for(lambda: not self._inside_now, RESIZE_WAIT_S) or self._handle is None:
                     return False
                 self._handle.env.set_mapsize(map_nbytes)
                 self._wanted_map_nbytes = map_nbytes or self._wanted_map_nbytes
@@ -306,10 +311,15 @@ class StoreEnvironment:
             finally:
                 self._resizing = False
 
-    def forget_dead_readers(self) -> None:
-        """Free the reader slots of processes that were killed; their views would keep old pages from being reused."""
+    def outlast_readers(self) -> None:
+        """Let go of old views, which keep freed pages from being reused: those of processes that were killed, and those of
+        this process, which end soon (it waits a fifth of a second for them at most).
+        """
         with self._inside() as handle, self._blamed("read"):
             handle.env.reader_check()
+        with self._gate:
+            now_inside = set(self._inside_now)
+            self._gate.wait_for(lambda: not now_inside & self._inside_now, READERS_WAIT_S)
 
     def compact(self) -> bool:
         """Write the file anew without its free pages, for a store whose capacity was lowered; True if that worked.
@@ -336,7 +346,7 @@ class StoreEnvironment:
             self.sync()
         with self._gate:
             self._closed = self._retired = True
-            self._gate.wait_for(lambda: self._num_inside == 0, RESIZE_WAIT_S)
+            self._gate.wait_for(lambda: not self._inside_now, RESIZE_WAIT_S)
             self._dispose()
 
     # -- crash safety --------------------------------------------------------------------------------------------------

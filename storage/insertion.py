@@ -198,15 +198,14 @@ class BlockInserter:
     def _relieve(self, nbytes: int, protected: Collection[bytes]) -> bool:
         """After the map or the disk was full: evict `nbytes` more than the cap asks for, and let LMDB have the pages.
 
-        Pages that a transaction frees are free for the second one after it, hence the empty round. Readers that were
-        killed are forgotten: their view would keep every page alive. A map that is smaller than the capacity, which
+        Pages that a transaction frees are free for the second one after it, hence the empty round. Views that
+        would keep them from being reused are outlasted. A map that is smaller than the capacity, which
         another process has raised, grows.
         """
         map_nbytes = map_nbytes_for(self._session.last_state.capacity_nbytes)
         if self._session.env.map_nbytes < map_nbytes and self._session.env.resize(map_nbytes):
             return True
         try:
-            self._session.env.forget_dead_readers()
             for extra_nbytes in (nbytes, 0):
                 with self._session.env.writing() as txn:
                     index = Index(txn, self._session.medium)
@@ -216,6 +215,7 @@ class BlockInserter:
                     index.state.tick(self._session.clock_us())
                     index.save()
                 self._session.count(evictions=num_evicted)
+                self._session.env.outlast_readers()
         except (StorageError, *CONTRADICTIONS):
             return False
         return True
