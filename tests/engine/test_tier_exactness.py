@@ -4,6 +4,7 @@ memory, from disk, after a restart, and after a kill; and restored bytes equal s
 
 from __future__ import annotations
 
+import random
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_exactness import check, folder, greedy, load, random_prompt, stock_tokens  # noqa: F401
+from tests.engine.truth import check, greedy, load, random_prompt
 from tests.models_for_tests import ARCHITECTURES
 from tieredkv import LLM
 from tieredkv.storage.disk import DiskStore
@@ -35,7 +36,7 @@ def settle(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_host_restored(arch, folder):  # noqa: F811
+def test_host_restored(arch, folder):
     path = folder(arch)
     llm = load(path, **SMALL, host_memory="64MiB")
     prompts = prompts_of(6)
@@ -53,7 +54,7 @@ def test_host_restored(arch, folder):  # noqa: F811
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_disk_restored_and_restarted(arch, folder, tmp_path):  # noqa: F811
+def test_disk_restored_and_restarted(arch, folder, tmp_path):
     path = folder(arch)
     settings = {**SMALL, "host_memory": "0", "disk_path": str(tmp_path / "store"), "disk_size": "256MiB"}
     prompts = prompts_of(6)
@@ -74,7 +75,7 @@ def test_disk_restored_and_restarted(arch, folder, tmp_path):  # noqa: F811
             assert output.sources.disk == (len(output.prompt_token_ids) - 1) // 16 * 16
 
 
-def test_preemption_over_the_tiers(folder, tmp_path):  # noqa: F811
+def test_preemption_over_the_tiers(folder, tmp_path):
     path = folder(ARCHITECTURES[0])
     settings = {
         "num_gpu_blocks_override": 12,
@@ -90,7 +91,7 @@ def test_preemption_over_the_tiers(folder, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("change", ["dtype", "block_size", "salt"])
-def test_what_differs_never_hits(change, folder, tmp_path):  # noqa: F811
+def test_what_differs_never_hits(change, folder, tmp_path):
     path = folder(ARCHITECTURES[0])
     settings = {**SMALL, "disk_path": str(tmp_path / "store")}
     prompt = random_prompt(100, seed=1)
@@ -108,7 +109,7 @@ def test_what_differs_never_hits(change, folder, tmp_path):  # noqa: F811
         assert llm.generate(prompt, greedy(4))[0].sources.disk == 96
 
 
-def test_two_models_share_a_directory(folder, tmp_path):  # noqa: F811
+def test_two_models_share_a_directory(folder, tmp_path):
     settings = {**SMALL, "disk_path": str(tmp_path / "store")}
     prompt = random_prompt(100, seed=1)
     for arch in ARCHITECTURES[:3]:
@@ -119,7 +120,7 @@ def test_two_models_share_a_directory(folder, tmp_path):  # noqa: F811
             assert check(llm, folder(arch), [prompt], num_tokens=4)[0].sources.disk == 96
 
 
-def test_restored_bytes_equal_spilled_bytes(folder, tmp_path):  # noqa: F811
+def test_restored_bytes_equal_spilled_bytes(folder, tmp_path):
     path = folder(ARCHITECTURES[0])
     prompt = random_prompt(200, seed=1)
     seen: list[dict[bytes, bytes]] = []
@@ -151,19 +152,45 @@ while True:
 """
 
 
-def test_after_a_kill(folder, tmp_path):  # noqa: F811
-    path = folder(ARCHITECTURES[0])
-    store = str(tmp_path / "store")
+def run_and_kill(path: Path, store: str, after_s: float) -> None:
+    """Serve prompts from a process of its own and kill it `after_s` seconds after its first round."""
     code = CHILD.format(root=str(ROOT), path=str(path), store=store)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
         assert child.stdout.readline().strip() == "ready"
         assert child.stdout.readline().startswith("round")
-        time.sleep(0.05)
+        time.sleep(after_s)
         child.send_signal(signal.SIGKILL)
+
+
+def check_store(store: str) -> None:
     disk = DiskStore.open(store)
-    report = disk.verify()
-    assert report.ok
-    disk.close()
+    try:
+        assert disk.verify().problems == []
+    finally:
+        disk.close()
+
+
+def check_after_kill(path: Path, store: str) -> None:
     with load(path, **SMALL, host_memory="0", disk_path=store) as llm:
         outputs = [check(llm, path, [prompt], num_tokens=8)[0] for prompt in prompts_of(6)]
     assert sum(o.sources.disk for o in outputs) > 0
+
+
+def test_after_a_kill(folder, tmp_path):
+    path = folder(ARCHITECTURES[0])
+    store = str(tmp_path / "store")
+    run_and_kill(path, store, after_s=0.05)
+    check_store(store)
+    check_after_kill(path, store)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_after_many_kills(folder, tmp_path):
+    path = folder(ARCHITECTURES[0])
+    store = str(tmp_path / "store")
+    rng = random.Random(3)
+    for _ in range(25):
+        run_and_kill(path, store, after_s=rng.random() / 2)
+        check_store(store)
+    check_after_kill(path, store)

@@ -19,7 +19,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from tests.engine.test_exactness import random_prompt, stock_tokens
+from tests.engine.truth import random_prompt, stock_tokens
 from tests.models_for_tests import build
 from tests.storage.faulty import FaultyMedium
 from tieredkv import SamplingParams
