@@ -5,8 +5,8 @@ of equal bytes and compresses each on its own; a plane that does not shrink is s
 
     [u32 length of plane 0] ... [u32 length of plane w-1] [plane 0] ... [plane w-1]      w = bytes per value, 1, 2 or 4
 
-A plane whose length equals the raw one is uncompressed. Knows no files and no blocks. Nothing is allocated by a length
-that comes from the data: all buffers are sized by the caller's target.
+A plane whose length equals the raw one is uncompressed; whatever follows the last plane is padding. Knows no files and
+no blocks. Nothing is allocated by a length that comes from the data: all buffers are sized by the caller's target.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def decode(code: int, stored: memoryview, target: memoryview) -> None:
         raise ValueError("length does not fit the codec")
     plane_nbytes = target.nbytes // width
     lengths = struct.unpack(f"<{width}I", stored[: 4 * width])
-    if 4 * width + sum(lengths) != stored.nbytes:
-        raise ValueError("plane lengths do not add up")
+    if 4 * width + sum(lengths) > stored.nbytes:
+        raise ValueError("planes are longer than what is stored")
     planes = _decoding.planes(width, plane_nbytes)
     at = 4 * width
     for length, plane in zip(lengths, planes, strict=True):

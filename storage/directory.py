@@ -59,12 +59,11 @@ class StoreDirectory:
     def __init__(self, path: Path, medium: Medium) -> None:
         self.path = path
         self.boot = boot_id()
+        self.data = path / DATA
         self.num_resets = 0
         self._medium = medium
-
-    @property
-    def data(self) -> Path:
-        return self.path / DATA
+        # Text, because it is asked for at every commit.
+        self._marker = os.fspath(path / UNSYNCED)
 
     def make_private(self) -> None:
         """Blocks encode prompts: the folder is for its owner only, unless it holds other things as well."""
@@ -154,7 +153,7 @@ class StoreDirectory:
 
     @property
     def unsynced(self) -> bool:
-        return (self.path / UNSYNCED).exists()
+        return os.path.exists(self._marker)
 
     def mark_unsynced(self) -> None:
         """To be called before each commit, with LMDB's write lock held."""

@@ -255,9 +255,8 @@ class DiskStore:
 
     def _repin(self, hashes: Iterable[bytes], delta: int) -> list[int | None]:
         names = list(hashes)
-        counts: list[int | None] = []
-        done = self._session.write(lambda index: counts.extend(index.pin(h, delta) for h in names))
-        return counts if done else [None] * len(names)
+        counts = self._session.write(lambda index: [index.pin(h, delta) for h in names])
+        return [None] * len(names) if counts is None else counts
 
     def remove(self, hashes: Collection[bytes]) -> int:
         """Delete blocks with all that lie behind them, pinned or not; returns how many went."""
@@ -288,7 +287,7 @@ class DiskStore:
                 # Any write tells whether the fault is still there.
                 self._session.write(lambda index: index.state.tick(self._session.clock_us()))
             while self._session.last_state.used_nbytes > self._session.budget_nbytes:
-                if not self._session.write(self._trim):
+                if self._session.write(self._trim) is None:
                     break
             else:
                 if idle and self.file_nbytes > self._session.map_nbytes > 0:
@@ -296,13 +295,14 @@ class DiskStore:
         if idle:
             self._env.sync()
 
-    def _trim(self, index: Index) -> None:
+    def _trim(self, index: Index) -> int:
         """One step towards a lowered capacity. Small, because there is little room to work in."""
         goal_nbytes = budget_nbytes_for(index.state.capacity_nbytes)
         _, num_evicted = index.make_room(goal_nbytes, (), self._session.clock_us(), TRIM_STEP)
         self._session.count(evictions=num_evicted)
         if not num_evicted:
             raise StoreFullError("all that is left is pinned")
+        return num_evicted
 
     def _rebuild(self) -> None:
         try:
@@ -313,8 +313,9 @@ class DiskStore:
             logger.warning("disk tier: %s cannot be repaired: %s", self.directory, error)
 
     def _set_capacity(self, capacity_nbytes: int) -> None:
-        def apply(index: Index) -> None:
+        def apply(index: Index) -> bool:
             index.state.capacity_nbytes = capacity_nbytes
+            return True
 
         if not self._session.write(apply):
             raise StorageError(self.fault or f"{self.directory} cannot be written")
@@ -325,8 +326,9 @@ class DiskStore:
             return
         key = NAMESPACE_KEY + digest
 
-        def apply(index: Index) -> None:
+        def apply(index: Index) -> bool:
             index.put_info(key, text.encode())
+            return True
 
         if self._session.write(apply):
             self._described[digest] = text

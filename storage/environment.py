@@ -67,6 +67,18 @@ class _Handle:
     file_nbytes: int
 
 
+# Grows in every forked child. Cheaper to compare at each transaction than the process id, which is a system call.
+_forks = 0
+
+
+def _note_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
 class StoreEnvironment:
     """Opens on construction. `initialize(txn)` is called in the write transaction that creates an empty store.
 
@@ -89,10 +101,12 @@ class StoreEnvironment:
         self.readonly = readonly
         self.medium = medium or Medium()
         self._files = StoreDirectory(directory, self.medium)
+        # Text, because it is asked for at every transaction.
+        self._data = os.fspath(self._files.data)
         self._wanted_map_nbytes = map_nbytes
         self._initialize = initialize
         self._clock = clock
-        self._pid = os.getpid()
+        self._forks = _forks
         self._gate = threading.Condition()
         self._reopening = threading.Lock()
         self._handle: _Handle | None = None
@@ -179,7 +193,7 @@ class StoreEnvironment:
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[_Handle]:
-        if os.getpid() != self._pid:
+        if self._forks != _forks:
             raise StoreUnavailableError("the store was opened by the parent process; open it again after a fork")
         with self._gate:
             handle = self._handle
@@ -199,7 +213,7 @@ class StoreEnvironment:
     def _check_files(self, handle: _Handle) -> None:
         """A map over a file that is gone, replaced or cut short must not be touched any more."""
         try:
-            found = self.medium.stat(self._files.data)
+            found = self.medium.stat(self._data)
         except OSError as error:
             self._retire("files", f"{self.directory}: {error.strerror or error}")
             raise StoreUnavailableError(self._faults["files"]) from None
@@ -266,7 +280,7 @@ class StoreEnvironment:
         Tries again at most once a second. A damaged file is deleted, one that is merely gone is not created before its
         directory is back.
         """
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or self._forks != _forks:
             return False
         if "size" in self._faults:
             return self.resize(0)
@@ -311,12 +325,13 @@ class StoreEnvironment:
             finally:
                 self._resizing = False
 
-    def outlast_readers(self) -> None:
-        """Let go of old views, which keep freed pages from being reused: those of processes that were killed, and those of
-        this process, which end soon (it waits a fifth of a second for them at most).
-        """
+    def forget_dead_readers(self) -> None:
+        """Free the reader slots of processes that were killed; their views would keep freed pages from being reused."""
         with self._inside() as handle, self._blamed("read"):
             handle.env.reader_check()
+
+    def outlast_readers(self) -> None:
+        """Wait for the views of this process that are open now to end, a fifth of a second at most."""
         with self._gate:
             now_inside = set(self._inside_now)
             self._gate.wait_for(lambda: not now_inside & self._inside_now, READERS_WAIT_S)

@@ -198,24 +198,33 @@ class BlockInserter:
     def _relieve(self, nbytes: int, protected: Collection[bytes]) -> bool:
         """After the map or the disk was full: evict `nbytes` more than the cap asks for, and let LMDB have the pages.
 
-        Pages that a transaction frees are free for the second one after it, hence the empty round. Views that
-        would keep them from being reused are outlasted. A map that is smaller than the capacity, which
-        another process has raised, grows.
+        Pages that a transaction frees are free for the second one after it, hence the empty round, and not before the views
+        that are older have ended. A map that is smaller than the capacity, which another process has raised, grows.
         """
+        env = self._session.env
         map_nbytes = map_nbytes_for(self._session.last_state.capacity_nbytes)
-        if self._session.env.map_nbytes < map_nbytes and self._session.env.resize(map_nbytes):
+        if env.map_nbytes < map_nbytes and env.resize(map_nbytes):
             return True
         try:
+            env.forget_dead_readers()
             for extra_nbytes in (nbytes, 0):
-                with self._session.env.writing() as txn:
-                    index = Index(txn, self._session.medium)
-                    _, num_evicted = index.make_room(
-                        max(index.state.used_nbytes - extra_nbytes, 0), protected, self._session.clock_us()
-                    )
-                    index.state.tick(self._session.clock_us())
-                    index.save()
-                self._session.count(evictions=num_evicted)
-                self._session.env.outlast_readers()
-        except (StorageError, *CONTRADICTIONS):
+                if not self._evict(extra_nbytes, protected):
+                    env.outlast_readers()
+                    if not self._evict(extra_nbytes, protected):
+                        return False
+                env.outlast_readers()
+        except StorageError:
             return False
         return True
+
+    def _evict(self, nbytes: int, protected: Collection[bytes]) -> bool:
+        """Free what `nbytes` of blocks cost, in a transaction of its own; False if even that has no room."""
+        now_us = self._session.clock_us()
+
+        def apply(index: Index) -> int:
+            index.state.tick(now_us)
+            return index.make_room(max(index.state.used_nbytes - nbytes, 0), protected, now_us)[1]
+
+        num_evicted = self._session.write(apply)
+        self._session.count(evictions=num_evicted or 0)
+        return num_evicted is not None

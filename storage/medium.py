@@ -76,7 +76,7 @@ class Medium:
         """Write the whole environment without its free pages."""
         env.copyfd(fd, compact=True)
 
-    def stat(self, path: Path) -> os.stat_result:
+    def stat(self, path: Path | str) -> os.stat_result:
         return os.stat(path)
 
     def write_file(self, scratch: Path, path: Path, text: str) -> None:

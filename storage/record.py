@@ -9,9 +9,9 @@
         12     4  zero                                        136     8  XXH3-64 of bytes 0 to 135
         16     8  raw length                                  144     -  stored payload
 
-All numbers are little endian. A record names the block it belongs to, so one that lies under another's key is found
-out. XXH3 guards against accidents at the speed of memory (20 GB/s against 4 GB/s of CRC-32 where it was measured); it
-is no defence against someone who can write to the store's files.
+Compressed payloads are padded with zeros (see `_size_class`). All numbers are little endian. A record names the block
+it belongs to, so one that lies under another's key is found out. XXH3 guards against accidents at the speed of memory
+(20 GB/s against 4 GB/s of CRC-32 where it was measured); it is no defence against someone who can write to the files.
 
 Invariant: nothing that a record says is believed before the header's checksum, and nothing of the payload reaches the
 caller as valid before the payload's checksum, has been compared.
@@ -27,11 +27,14 @@ import xxhash
 
 from tieredkv.errors import StorageError
 from tieredkv.hashing import HASH_NBYTES
-from tieredkv.storage.codec import RAW, Codec, decode
+from tieredkv.storage.codec import RAW, Codec, RawCodec, decode
 
 MAGIC = b"TKVB"
 RECORD_VERSION = 1
 HEADER_NBYTES = 144
+OVERHEAD_NBYTES = HEADER_NBYTES + 16
+"""With LMDB's own header of a run of pages."""
+MIN_STEP_NBYTES = 4096
 
 _FIELDS = struct.Struct("<4sHBBIIQQ32s32s32sQ")
 _CHECKSUM = struct.Struct("<Q")
@@ -66,7 +69,7 @@ def checksum(data: memoryview) -> int:
 
 def max_record_nbytes(payload_nbytes: int, codec: Codec) -> int:
     """Room that `encode_record` needs for a payload of this length."""
-    return HEADER_NBYTES + codec.max_stored_nbytes(payload_nbytes)
+    return HEADER_NBYTES + max(codec.max_stored_nbytes(payload_nbytes), payload_nbytes)
 
 
 def encode_record(
@@ -83,6 +86,13 @@ def encode_record(
     if not len(namespace) == len(block_hash) == len(parent) == HASH_NBYTES:
         raise StorageError("namespace, hash and parent are 32 bytes each")
     kind, stored_nbytes = codec.encode(payload, out[HEADER_NBYTES:])
+    if kind != RAW:
+        padded_nbytes = _size_class(stored_nbytes)
+        if padded_nbytes < payload.nbytes:
+            out[HEADER_NBYTES + stored_nbytes : HEADER_NBYTES + padded_nbytes] = bytes(padded_nbytes - stored_nbytes)
+            stored_nbytes = padded_nbytes
+        else:
+            kind, stored_nbytes = RawCodec().encode(payload, out[HEADER_NBYTES:])
     end = HEADER_NBYTES + stored_nbytes
     fields = _FIELDS.pack(
         MAGIC,
@@ -100,6 +110,17 @@ def encode_record(
     )
     out[:HEADER_NBYTES] = fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
     return end
+
+
+def _size_class(stored_nbytes: int) -> int:
+    """The length to which compressed payloads are padded: one of four per power of two, less what the record adds.
+
+    Records of all lengths would leave gaps that fit none of the next: at 90 % of the map, LMDB then spent most of its time
+    looking for room (0.43 of the fresh rate after ten turnovers, 0.83 with classes).
+    """
+    nbytes = OVERHEAD_NBYTES + stored_nbytes
+    step = max(1 << max(nbytes.bit_length() - 3, 0), MIN_STEP_NBYTES)
+    return -(-nbytes // step) * step - OVERHEAD_NBYTES
 
 
 def parse_header(record: memoryview, block_hash: bytes, namespace: bytes | None = None) -> Header:

@@ -78,17 +78,20 @@ class BlockRemover:
         """Delete those of `hashes`, deepest first, that are leaves when their turn comes."""
         num_removed = 0
         for at in range(0, len(hashes), REMOVALS_PER_TXN):
-            removed: list[bytes] = []
+            batch = hashes[at : at + REMOVALS_PER_TXN]
 
-            def apply(index: Index, at: int = at, removed: list[bytes] = removed) -> None:
-                for block_hash in hashes[at : at + REMOVALS_PER_TXN]:
-                    row = index.row(block_hash)
-                    if row is None or row.num_children or (spare_pinned and index.num_pins(block_hash)):
-                        continue
-                    index.remove(block_hash)
-                    removed.append(block_hash)
+            def apply(index: Index, batch: Sequence[bytes] = batch) -> int:
+                return sum(self._remove_leaf(index, block_hash, spare_pinned) for block_hash in batch)
 
-            if not self._session.write(apply):
+            removed = self._session.write(apply)
+            if removed is None:
                 break
-            num_removed += len(removed)
+            num_removed += removed
         return num_removed
+
+    def _remove_leaf(self, index: Index, block_hash: bytes, spare_pinned: bool) -> bool:
+        row = index.row(block_hash)
+        if row is None or row.num_children or (spare_pinned and index.num_pins(block_hash)):
+            return False
+        index.remove(block_hash)
+        return True

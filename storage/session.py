@@ -11,12 +11,14 @@ import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tieredkv.errors import InvariantError, StorageError
 from tieredkv.storage.environment import StoreEnvironment
 from tieredkv.storage.index import Index, State
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 RESERVED_NBYTES = 64 * 1024
 """What the files beside LMDB's data file take at most; part of the capacity."""
@@ -85,21 +87,21 @@ class StoreSession:
             for name, number in more.items():
                 setattr(self.counts, name, getattr(self.counts, name) + number)
 
-    def write(self, apply: Callable[[Index], object]) -> bool:
-        """Run `apply` in a transaction of its own; False if it was not committed, and then nothing has changed."""
+    def write(self, apply: Callable[[Index], T]) -> T | None:
+        """Run `apply` in a transaction of its own; its value, or None if it was not committed and nothing has changed."""
         try:
             with self.env.writing() as txn:
                 index = Index(txn, self.medium)
-                apply(index)
+                value = apply(index)
                 index.save()
                 self.last_state = index.state
         except StorageError:
             self.count(failed=1)
-            return False
+            return None
         except CONTRADICTIONS as error:
             self.distrust(error)
-            return False
-        return True
+            return None
+        return value
 
     def distrust(self, error: Exception) -> None:
         """The rows contradict each other; they will be rebuilt from the records."""
