@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from tieredkv.storage.environment import StoreEnvironment, Txn
 from tieredkv.storage.index import NAMESPACE_KEY, STATE_KEY, Row, State, record_cost
-from tieredkv.storage.medium import Medium, prefault
+from tieredkv.storage.medium import Medium
 from tieredkv.storage.record import HEADER_NBYTES, BadRecordError, Header, check_record
 
 RECORDS_PER_TXN = 16
@@ -122,8 +122,7 @@ def _check_records(env: StoreEnvironment, report: Report, progress: Progress | N
                     break
                 batch.append(key)
                 try:
-                    prefault(record)
-                    header = check_record(record, key)
+                    header = check_record(record, key, env.medium)
                     row = env.medium.get(txn.raw, key, txn.dbs["meta"])
                     if row is not None and not _agrees(Row.unpack(row), header, txn.psize):
                         raise BadRecordError("row contradicts the record")

@@ -23,12 +23,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tieredkv.errors import StorageError
-from tieredkv.storage.medium import Medium
+from tieredkv.storage.medium import DATA, Medium
 
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
-DATA, LOCK, OPEN_LOCK, UNSYNCED, UNSYNCED_NEW = "data.mdb", "lock.mdb", "tieredkv.lock", "unsynced", "unsynced.new"
+LOCK, OPEN_LOCK, UNSYNCED, UNSYNCED_NEW = "lock.mdb", "tieredkv.lock", "unsynced", "unsynced.new"
 COMPACT = "data.compact"
 OPEN_WAIT_S = 5.0
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

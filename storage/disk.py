@@ -198,7 +198,7 @@ class DiskStore:
                 if record is None:
                     return LoadOutcome.MISSING
                 try:
-                    decode_record(record, target.cast("B"), block_hash, namespace, self._medium.read)
+                    decode_record(record, target.cast("B"), block_hash, namespace, self._medium)
                     if token_ids is not None:
                         row = self._medium.get(txn.raw, block_hash, txn.dbs["meta"])
                         if row is None or Row.unpack(row).token_ids != token_ids:

@@ -315,7 +315,7 @@ class StoreEnvironment:
             try:
                 if not self._gate.wait_for(lambda: not self._inside_now, RESIZE_WAIT_S) or self._handle is None:
                     return False
-                self._handle.env.set_mapsize(map_nbytes)
+                self.medium.resize(self._handle.env, map_nbytes)
                 self._wanted_map_nbytes = map_nbytes or self._wanted_map_nbytes
                 self._faults.pop("size", None)
                 return True

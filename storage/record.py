@@ -20,8 +20,9 @@ caller as valid before the payload's checksum, has been compared.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+import threading
 from dataclasses import dataclass
+from typing import Protocol
 
 import xxhash
 
@@ -40,8 +41,17 @@ _FIELDS = struct.Struct("<4sHBBIIQQ32s32s32sQ")
 _CHECKSUM = struct.Struct("<Q")
 _FIELDS_NBYTES = _FIELDS.size
 
-Copy = Callable[[memoryview, memoryview], None]
-"""`copy(source, target)`: both of one length."""
+
+class Reader(Protocol):
+    """How the bytes of a stored record are got at. Raises `OSError` if the device cannot be read."""
+
+    def peek(self, source: memoryview, nbytes: int) -> bytes:
+        """The first `nbytes` bytes of `source`, or all of it."""
+        ...
+
+    def read(self, source: memoryview, target: memoryview) -> None:
+        """Fill `target` from a `source` of the same length."""
+        ...
 
 
 class BadRecordError(StorageError):
@@ -123,15 +133,16 @@ def _size_class(stored_nbytes: int) -> int:
     return -(-nbytes // step) * step - OVERHEAD_NBYTES
 
 
-def parse_header(record: memoryview, block_hash: bytes, namespace: bytes | None = None) -> Header:
+def read_header(record: memoryview, block_hash: bytes, namespace: bytes | None, reader: Reader) -> Header:
     """The header of a record found under `block_hash`, compared with all that the caller knows.
 
     Raises `BadRecordError`. The payload is not looked at.
     """
     if record.nbytes < HEADER_NBYTES:
         raise BadRecordError(f"record of {record.nbytes} bytes is shorter than a header")
-    fields = bytes(record[:_FIELDS_NBYTES])
-    (expected,) = _CHECKSUM.unpack(record[_FIELDS_NBYTES:HEADER_NBYTES])
+    head = reader.peek(record, HEADER_NBYTES)
+    fields = head[:_FIELDS_NBYTES]
+    (expected,) = _CHECKSUM.unpack(head[_FIELDS_NBYTES:])
     if xxhash.xxh3_64_intdigest(fields) != expected:
         raise BadRecordError("header checksum differs")
     magic, version, codec, zero, depth, zeros, raw, stored, space, name, parent, digest = _FIELDS.unpack(fields)
@@ -146,21 +157,25 @@ def parse_header(record: memoryview, block_hash: bytes, namespace: bytes | None 
     return Header(codec, depth, raw, stored, space, name, parent, digest)
 
 
-def decode_record(record: memoryview, target: memoryview, block_hash: bytes, namespace: bytes, copy: Copy) -> Header:
+def decode_record(
+    record: memoryview, target: memoryview, block_hash: bytes, namespace: bytes, reader: Reader
+) -> Header:
     """Check a record and fill `target` (the raw length exactly) with its payload.
 
-    An uncompressed payload is checked after the copy, where it lies from then on, so the copy is covered too. Raises
-    `BadRecordError`; `target` is then undefined.
+    What is checked is the copy, in the target or on the way there, so what happens to the file afterwards does not matter.
+    Raises `BadRecordError`; `target` is then undefined.
     """
-    header = parse_header(record, block_hash, namespace)
+    header = read_header(record, block_hash, namespace, reader)
     if header.raw_nbytes != target.nbytes:
         raise BadRecordError(f"block of {header.raw_nbytes} bytes where {target.nbytes} were expected")
     stored = record[HEADER_NBYTES:]
     if header.codec == RAW:
         if header.stored_nbytes != header.raw_nbytes:
             raise BadRecordError("uncompressed record with two lengths")
-        copy(stored, target)
+        reader.read(stored, target)
         stored = target
+    else:
+        stored = _read_aside(stored, reader)
     if checksum(stored) != header.checksum:
         raise BadRecordError("payload checksum differs")
     if header.codec != RAW:
@@ -171,9 +186,25 @@ def decode_record(record: memoryview, target: memoryview, block_hash: bytes, nam
     return header
 
 
-def check_record(record: memoryview, block_hash: bytes) -> Header:
+def check_record(record: memoryview, block_hash: bytes, reader: Reader) -> Header:
     """Check header and payload checksum without decoding. Raises `BadRecordError`."""
-    header = parse_header(record, block_hash)
-    if checksum(record[HEADER_NBYTES:]) != header.checksum:
+    header = read_header(record, block_hash, None, reader)
+    if checksum(_read_aside(record[HEADER_NBYTES:], reader)) != header.checksum:
         raise BadRecordError("payload checksum differs")
     return header
+
+
+def _read_aside(stored: memoryview, reader: Reader) -> memoryview:
+    """A copy in this thread's buffer, valid until its next call. Its length is that of the value, which lies in a file."""
+    if _aside.buffer.nbytes < stored.nbytes:
+        _aside.buffer = memoryview(bytearray(stored.nbytes))
+    copy = _aside.buffer[: stored.nbytes]
+    reader.read(stored, copy)
+    return copy
+
+
+class _Aside(threading.local):
+    buffer = memoryview(b"")
+
+
+_aside = _Aside()

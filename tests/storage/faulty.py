@@ -9,7 +9,7 @@ from typing import Any
 
 from tieredkv.storage.medium import Medium
 
-READS = ("get", "scan", "first_key", "read")
+READS = ("get", "scan", "first_key", "peek", "read")
 WRITES = ("put", "delete", "commit", "sync", "write_file", "remove_file")
 BOTH = ("begin", "stat")
 OPERATIONS = (*READS, *WRITES, *BOTH)
@@ -34,6 +34,7 @@ class FaultyMedium(Medium):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.faults: dict[str, Callable[..., Any]] = {}
         self.after: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.storage.chains import NAMESPACE, ROOT, name
-from tieredkv.storage.codec import RawCodec, ZstdCodec, copy_bytes
+from tieredkv.storage.codec import RawCodec, ZstdCodec
+from tieredkv.storage.medium import Medium
 from tieredkv.storage.record import (
     HEADER_NBYTES,
     BadRecordError,
@@ -15,7 +16,7 @@ from tieredkv.storage.record import (
     decode_record,
     encode_record,
     max_record_nbytes,
-    parse_header,
+    read_header,
 )
 
 CODECS = [RawCodec(), ZstdCodec(1), ZstdCodec(2), ZstdCodec(4)]
@@ -43,7 +44,7 @@ def encode(payload: bytes, codec, block_hash: bytes = HASH, depth: int = 1) -> m
 
 def decode(record: memoryview, nbytes: int, block_hash: bytes = HASH, namespace: bytes = NAMESPACE) -> bytes:
     target = memoryview(bytearray(nbytes))
-    decode_record(record, target, block_hash, namespace, copy_bytes)
+    decode_record(record, target, block_hash, namespace, Medium())
     return bytes(target)
 
 
@@ -51,7 +52,7 @@ def decode(record: memoryview, nbytes: int, block_hash: bytes = HASH, namespace:
 def test_what_was_written_comes_back(payload, codec):
     record = encode(payload, codec)
     assert decode(record, len(payload)) == payload
-    header = check_record(record, HASH)
+    header = check_record(record, HASH, Medium())
     assert (header.raw_nbytes, header.stored_nbytes) == (len(payload), len(record) - HEADER_NBYTES)
     assert (header.namespace, header.hash, header.parent, header.depth) == (NAMESPACE, HASH, ROOT, 1)
 
@@ -64,7 +65,7 @@ def test_any_flipped_bit_is_found(payload, codec, data):
     with pytest.raises(BadRecordError):
         decode(record, len(payload))
     with pytest.raises(BadRecordError):
-        check_record(record, HASH)
+        check_record(record, HASH, Medium())
 
 
 @given(payloads.filter(len), codecs, st.data())
@@ -89,4 +90,4 @@ def test_a_record_of_another_version_is_refused():
     record = encode(b"x" * 64, RawCodec())
     record[4] = 2
     with pytest.raises(BadRecordError):
-        parse_header(record, HASH)
+        read_header(record, HASH, None, Medium())
