@@ -49,6 +49,10 @@ class StoreFullError(StorageError):
     """The map or the disk has no room for what the transaction wrote; nothing of it is visible."""
 
 
+class DeviceFullError(StoreFullError):
+    """The file system has no space; the map may have some."""
+
+
 @dataclass(slots=True)
 class Txn:
     """A transaction and the handles of the sub-databases, by name."""
@@ -212,6 +216,8 @@ class StoreEnvironment:
 
     def _check_files(self, handle: _Handle) -> None:
         """A map over a file that is gone, replaced or cut short must not be touched any more."""
+        # Taken before the look at the file, which another thread's transaction may see longer than this one.
+        least_nbytes = handle.file_nbytes
         try:
             found = self.medium.stat(self._data)
         except OSError as error:
@@ -219,10 +225,10 @@ class StoreEnvironment:
             raise StoreUnavailableError(self._faults["files"]) from None
         if (found.st_dev, found.st_ino) != handle.identity:
             self._retire("files", f"{self.directory} was replaced")
-        elif found.st_size < handle.file_nbytes:
+        elif found.st_size < least_nbytes:
             self._retire("files", f"{self._files.data} was cut short", damaged=True)
         else:
-            handle.file_nbytes = found.st_size
+            handle.file_nbytes = max(handle.file_nbytes, found.st_size)
             return
         raise StoreUnavailableError(self._faults["files"])
 
@@ -246,7 +252,7 @@ class StoreEnvironment:
             code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
             if code in _FULL or isinstance(error, lmdb.DiskError):
                 self._faults["space"] = f"{self.directory}: no space left on the device"
-                raise StoreFullError(self._faults["space"]) from None
+                raise DeviceFullError(self._faults["space"]) from None
             self._blame(kind, f"{self.directory}: {error}")
             raise StoreUnavailableError(self._faults[kind]) from None
         else:

@@ -13,7 +13,7 @@ import numpy as np
 
 from tieredkv.errors import StorageError
 from tieredkv.storage.codec import Codec
-from tieredkv.storage.environment import StoreFullError
+from tieredkv.storage.environment import DeviceFullError, StoreFullError
 from tieredkv.storage.index import Index, Row, record_cost
 from tieredkv.storage.record import encode_record, max_record_nbytes
 from tieredkv.storage.session import CONTRADICTIONS, StoreSession, budget_nbytes_for, map_nbytes_for
@@ -21,9 +21,13 @@ from tieredkv.storage.tier import BlockRecord, StoreOutcome
 
 logger = logging.getLogger(__name__)
 
-BATCH_NBYTES = 1 << 20
-"""Payload per transaction. Small ones are faster: LMDB's dirty pages then stay in memory the allocator holds warm."""
+BATCH_NBYTES = 4 << 20
+"""Payload per transaction. Each one costs LMDB a search through its free pages and a rewrite of their list, which counts
+when the store is full of records of many lengths; much larger ones make it fetch fresh memory for its dirty pages.
+"""
 BATCH_BLOCKS = 128
+RELIEF = (2, 8, 32)
+"""How many times a batch's bytes to evict before each further try, when the map is full for lack of a long enough gap."""
 
 
 class BlockInserter:
@@ -97,13 +101,16 @@ class BlockInserter:
             logger.warning("disk tier: blocks refused: %s", error)
             outcomes.update(dict.fromkeys(group, StoreOutcome.REFUSED))
             return True
-        for last_try in (False, True):
+        nbytes = sum(view.nbytes for view in encoded)
+        relief = [factor * nbytes for factor in RELIEF]
+        while True:
             try:
                 outcomes.update(self._attempt(records, group, encoded, protected))
                 return True
-            except StoreFullError:
-                nbytes = sum(view.nbytes for view in encoded)
-                if last_try or not self._relieve(2 * nbytes, protected):
+            except StoreFullError as error:
+                # Evicting gives the file system nothing back: where that is full, one more try has to do.
+                relief = relief[: 1 if isinstance(error, DeviceFullError) else None]
+                if not relief or not self._relieve(min(relief.pop(0), self._session.budget_nbytes // 4), protected):
                     break
             except StorageError:
                 return False
