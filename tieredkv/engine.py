@@ -217,15 +217,15 @@ class Engine:
             return "the engine has not been started"
         return None if self._thread.is_alive() else "the engine thread has ended"
 
-    def close(self, timeout_s: float = 10.0) -> None:
+    def close(self, timeout_s: float = 10.0) -> bool:
         """Stop the thread after its current step. Requests that still run end with an error; what the disk tier does not hold
-        yet is saved, for at most `timeout_s` seconds.
+        yet is saved, and False is returned if `timeout_s` seconds were not enough for that.
         """
         self._draining = True
         if self._thread.is_alive():
             self._inbox.put(None)
             self._thread.join()
-        self._core.close(timeout_s)
+        return self._core.close(timeout_s)
 
     def _run(self) -> None:
         try:

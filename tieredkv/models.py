@@ -110,7 +110,7 @@ def load_model(
             block_size=block_size,
             dtype=str(dtype).removeprefix("torch."),
         )
-        loaded = LoadedModel(
+        return LoadedModel(
             name=checkpoint.name,
             folder=checkpoint.folder,
             model=model,
@@ -124,8 +124,6 @@ def load_model(
             eos_token_ids=_eos_token_ids(model, tokenizer),
             weights_nbytes=_weights_nbytes(model),
         )
-    report("Model ready", 1.0)
-    return loaded
 
 
 def stock_logits(model: Any, token_ids: Sequence[int], attention_name: str = "sdpa") -> torch.Tensor:

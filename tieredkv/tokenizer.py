@@ -100,16 +100,16 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **kwargs: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation in the model's own format. `kwargs` are the template's variables.
+        """Token ids of a conversation in the model's own format. `variables` are passed to the template.
 
         The template runs in Jinja's sandbox. Raises `RequestError` on `messages` when the model has no template or the
         template refuses them.
         """
         if not self.has_chat_template:
             raise RequestError("the model has no chat template; give one with --chat-template", param="messages")
-        if taken := sorted(_RESERVED_TEMPLATE_NAMES & kwargs.keys()):
+        if taken := sorted(_RESERVED_TEMPLATE_NAMES & (variables or {}).keys()):
             raise RequestError(f"{taken[0]} cannot be set as a template variable", param="chat_template_kwargs")
         if add_generation_prompt and continue_final_message:
             raise RequestError(
@@ -124,7 +124,7 @@ class Tokenizer:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **kwargs,
+                **(variables or {}),
             )
         # Templates are programs that come with the model: whatever they raise, the messages did not fit them.
         except Exception as error:

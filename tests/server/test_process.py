@@ -177,8 +177,9 @@ def test_serve_answer_reuse_drain_exit(model):
             assert last.usage.completion_tokens == 1200
         assert process.popen.wait(60) == 0
         process.stop()
-        (line,) = process.errors
-        assert "stopping" in line
+        first, last = process.errors
+        assert "stopping: 1 running" in first
+        assert "stopped" in last
 
 
 def test_the_drain_has_a_deadline_and_a_second_signal_ends_at_once(model):

@@ -192,7 +192,10 @@ def test_chat_template():
         ([{"content": "no role"}], {}),
         ([{"role": "user"}], {}),
         ([{"role": "user", "content": "x"}], {"add_generation_prompt": True, "continue_final_message": True}),
-        ([{"role": "user", "content": "x"}], {"tokenize": True}),
+        ([{"role": "user", "content": "x"}], {"variables": {"tokenize": True}}),
+        ([{"role": "user", "content": "x"}], {"variables": {"self": 1}}),
+        ([{"role": "user", "content": "x"}], {"variables": {"conversation": 1}}),
+        ([{"role": "user", "content": "x"}], {"variables": {"chat_template": "x"}}),
     ],
 )
 def test_messages_that_do_not_fit_the_template(messages, options):
@@ -205,7 +208,7 @@ def test_a_template_file_replaces_the_models_own(tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0]['content'] + thing }}")
     tokenizer = Tokenizer.from_folder(tmp_path / "model", str(template))
-    tokens = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], thing="b")
+    tokens = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], variables={"thing": "b"})
     assert tokenizer.decode(tokens) == "ab"
     with pytest.raises(ConfigError, match="chat_template"):
         Tokenizer.from_folder(tmp_path / "model", str(tmp_path / "missing"))

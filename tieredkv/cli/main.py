@@ -18,7 +18,6 @@ from typing import Annotated, Any
 import typer
 
 from tieredkv import __version__
-from tieredkv.checkpoint import cache_dir
 from tieredkv.cli import store
 from tieredkv.config import Config, format_size
 from tieredkv.errors import ConfigError, StorageError, UnsupportedModelError
@@ -84,7 +83,7 @@ def _serve(**given: Any) -> int:
         file=file,
         environ=os.environ,
         source="command line",
-        defaults={"disk_path": str(cache_dir() / "blocks")},
+        defaults={"disk_path": str(store.default_store())},
     )
     # Before torch is loaded: the allocator and the OpenMP runtime can only be chosen at the start of a process.
     maybe_reexec(sys.argv)

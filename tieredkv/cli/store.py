@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
+from tieredkv.checkpoint import cache_dir
 from tieredkv.config import format_size
 
 if TYPE_CHECKING:
@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 
 EXIT_PROBLEMS = 1
 
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the store: what --disk-path names.")]
+Directory = Annotated[
+    Path | None,
+    typer.Argument(metavar="[DIR]", help="Directory of the store, as --disk-path names it. Default: that of `serve`."),
+]
 
 
 def inspect_store(
-    directory: Directory,
+    directory: Directory = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> int:
     """Show what a store of the disk tier holds: models, blocks, tokens, bytes, chains, pins."""
@@ -45,7 +48,7 @@ def inspect_store(
 
 
 def verify_store(
-    directory: Directory,
+    directory: Directory = None,
     repair: Annotated[bool, typer.Option("--repair", help="Remove what is bad and write the index anew.")] = False,
 ) -> int:
     """Audit every record of a store and everything the index says about it. Exit code 1 if something is wrong and stays so."""
@@ -74,11 +77,16 @@ def verify_store(
     return EXIT_PROBLEMS
 
 
-def _open(directory: Path, *, readonly: bool) -> DiskStore:
+def default_store() -> Path:
+    """Where `serve` keeps its blocks unless told otherwise."""
+    return cache_dir() / "blocks"
+
+
+def _open(directory: Path | None, *, readonly: bool) -> DiskStore:
     # LMDB and numpy load here, so that `--help` stays quick.
     from tieredkv.storage.disk import DiskStore
 
-    return DiskStore.open(directory, readonly=readonly)
+    return DiskStore.open(directory or default_store(), readonly=readonly)
 
 
 def _as_json(found: Inspection) -> dict[str, Any]:
@@ -98,32 +106,28 @@ def _description(space: NamespaceSummary) -> Any:
 
 
 def _show(found: Inspection) -> None:
-    console = Console()
     share = found.used_nbytes / found.capacity_nbytes if found.capacity_nbytes else 0.0
-    console.print(
-        f"{found.directory}: {found.num_blocks:,} blocks, {format_size(found.used_nbytes)} of "
-        f"{format_size(found.capacity_nbytes)} ({share:.0%}), file {format_size(found.file_nbytes)}",
-        markup=False,
-        highlight=False,
+    print(found.directory)
+    _lines(
+        blocks=f"{found.num_blocks:,}",
+        used=f"{format_size(found.used_nbytes)} of {format_size(found.capacity_nbytes)} ({share:.0%})",
+        file=format_size(found.file_nbytes),
     )
-    if not found.namespaces:
-        return
-    table = Table()
-    for name in ("model", "namespace", "blocks", "tokens", "bytes", "chains", "tenants", "pinned", "last used"):
-        table.add_column(name, justify="left" if name in ("model", "namespace", "last used") else "right")
     for space in sorted(found.namespaces, key=lambda s: -s.last_use_us):
         about = _description(space)
-        name = f"{about['model']} ({about['dtype']})" if isinstance(about, dict) and "model" in about else "unknown"
-        used = datetime.datetime.fromtimestamp(space.last_use_us / 1e6).isoformat(" ", "seconds")
-        table.add_row(
-            name,
-            space.digest.hex()[:12],
-            f"{space.num_blocks:,}",
-            f"{space.num_tokens:,}",
-            format_size(space.payload_nbytes),
-            f"{space.num_chains:,}",
-            f"{space.num_roots:,}",
-            f"{space.num_pinned:,}",
-            used,
+        known = isinstance(about, dict) and "model" in about
+        print(f"\n{about['model']} ({about['dtype']})" if known else "\nunknown model")
+        _lines(
+            namespace=space.digest.hex()[:16],
+            blocks=f"{space.num_blocks:,}",
+            tokens=f"{space.num_tokens:,}",
+            size=format_size(space.payload_nbytes),
+            prefixes=f"{space.num_chains:,} (of {space.num_roots:,} tenants and salts)",
+            pinned=f"{space.num_pinned:,}",
+            last_used=datetime.datetime.fromtimestamp(space.last_use_us / 1e6).isoformat(" ", "seconds"),
         )
-    console.print(table)
+
+
+def _lines(**facts: str) -> None:
+    for name, value in facts.items():
+        print(f"  {name.replace('_', ' '):<10} {value}")

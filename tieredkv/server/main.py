@@ -82,8 +82,9 @@ def serve(config: Config) -> int:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 runner.run(_run(app, service, engine, config, sock))
         finally:
-            engine.close(config.server.drain_timeout)
+            saved = engine.close(config.server.drain_timeout)
             gc.unfreeze()
+    log.info("stopped" if saved else "stopped; not all blocks could be saved in time")
     return 0
 
 
@@ -147,8 +148,9 @@ async def _run(app: ASGIApp, service: Service, engine: Engine, config: Config, s
 
 
 async def _drain(service: Service, engine: Engine, server: uvicorn.Server, timeout_s: float) -> None:
-    log.info("stopping: running requests have %g s to finish", timeout_s)
     service.begin_drain()
+    if engine.num_unfinished:
+        log.info("stopping: %d running requests have %g s to finish", engine.num_unfinished, timeout_s)
     try:
         if not await engine.wait_drained(timeout_s):
             log.warning("aborting the requests that still run")

@@ -151,7 +151,7 @@ async def encode_messages(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **(variables or {}),
+            variables=variables,
         ),
     )
     if not ids:
