@@ -125,8 +125,8 @@ def encode_record(
 def _size_class(stored_nbytes: int) -> int:
     """The length to which compressed payloads are padded: one of four per power of two, less what the record adds.
 
-    Records of all lengths would leave gaps that fit none of the next: at 90 % of the map, LMDB then spent most of its time
-    looking for room (0.43 of the fresh rate after ten turnovers, 0.83 with classes).
+    Records of all lengths leave gaps that fit none of the next, and LMDB spends its time looking for room. Filled three times
+    over with records of 230 to 330 KiB, a store of 4 GiB kept 0.56 of its first rate without classes and 0.73 with them.
     """
     nbytes = OVERHEAD_NBYTES + stored_nbytes
     step = max(1 << max(nbytes.bit_length() - 3, 0), MIN_STEP_NBYTES)
