@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tieredkv.storage.environment import StoreEnvironment, Txn
+from tieredkv.storage.environment import StoreEnvironment
 from tieredkv.storage.index import NAMESPACE_KEY, STATE_KEY, Row, State, record_cost
 from tieredkv.storage.medium import Medium
+from tieredkv.storage.opening import Txn
 from tieredkv.storage.record import HEADER_NBYTES, BadRecordError, Header, check_record
 
 RECORDS_PER_TXN = 16

@@ -24,10 +24,11 @@ from pathlib import Path
 from tieredkv.errors import ConfigError, StorageError
 from tieredkv.storage.audit import Inspection, Report, inspect_store, rebuild, verify_store
 from tieredkv.storage.codec import Codec, RawCodec
-from tieredkv.storage.environment import StoreEnvironment, StoreFullError, Txn
+from tieredkv.storage.environment import StoreEnvironment, StoreFullError
 from tieredkv.storage.index import NAMESPACE_KEY, STATE_KEY, STORE_ID_KEY, Index, Row, State
 from tieredkv.storage.insertion import BlockInserter
 from tieredkv.storage.medium import Medium
+from tieredkv.storage.opening import Txn
 from tieredkv.storage.record import BadRecordError, decode_record
 from tieredkv.storage.removal import BlockRemover, Cleared
 from tieredkv.storage.session import CONTRADICTIONS, StoreSession, budget_nbytes_for, map_nbytes_for

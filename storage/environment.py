@@ -16,28 +16,23 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lmdb
 
 from tieredkv.errors import StorageError
-from tieredkv.storage.directory import FORMAT_VERSION, StoreDirectory, wrong_format
+from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.medium import Medium
+from tieredkv.storage.opening import DAMAGED, Handle, StoreOpener, Txn
 
 logger = logging.getLogger(__name__)
 
-DATABASES = ("blocks", "meta", "recency", "pins", "info")
-FORMAT_KEY = b"format"
-MAX_READERS = 510
 RETRY_OPEN_S = 1.0
 RESIZE_WAIT_S = 1.0
 READERS_WAIT_S = 0.2
-SHRINK_ROOM_NBYTES = 1 << 20
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_DAMAGED = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError)
 _STALE = (lmdb.PanicError, lmdb.BadTxnError, lmdb.BadRslotError, lmdb.BadDbiError)
 
 
@@ -51,24 +46,6 @@ class StoreFullError(StorageError):
 
 class DeviceFullError(StoreFullError):
     """The file system has no space; the map may have some."""
-
-
-@dataclass(slots=True)
-class Txn:
-    """A transaction and the handles of the sub-databases, by name."""
-
-    raw: Any
-    dbs: dict[str, Any]
-    psize: int
-
-
-@dataclass(slots=True)
-class _Handle:
-    env: Any
-    dbs: dict[str, Any]
-    identity: tuple[int, int]
-    psize: int
-    file_nbytes: int
 
 
 # Grows in every forked child. Cheaper to compare at each transaction than the process id, which is a system call.
@@ -107,22 +84,21 @@ class StoreEnvironment:
         self._files = StoreDirectory(directory, self.medium)
         # Text, because it is asked for at every transaction.
         self._data = os.fspath(self._files.data)
-        self._wanted_map_nbytes = map_nbytes
-        self._initialize = initialize
+        self._opener = StoreOpener(self._files, self.medium, map_nbytes, initialize)
         self._clock = clock
         self._forks = _forks
         self._gate = threading.Condition()
         self._reopening = threading.Lock()
-        self._handle: _Handle | None = None
+        self._handle: Handle | None = None
         self._inside_now: set[object] = set()
         self._retired = False
-        self._damaged = False
+        self._damaged: tuple[int, int] | None = None
         self._resizing = False
         self._closed = False
         self._retry_at_s = 0.0
         self._unsynced = False
         self._faults: dict[str, str] = {}
-        self._handle = self._open(create=not readonly)
+        self._handle = self._open()
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -187,7 +163,7 @@ class StoreEnvironment:
                 raise
         self._faults.pop("space", None)
 
-    def _begin(self, handle: _Handle, *, write: bool) -> Any:
+    def _begin(self, handle: Handle, *, write: bool) -> Any:
         try:
             return self.medium.begin(handle.env, write=write)
         except lmdb.ReadersFullError:
@@ -196,7 +172,7 @@ class StoreEnvironment:
             return self.medium.begin(handle.env, write=write)
 
     @contextlib.contextmanager
-    def _inside(self) -> Iterator[_Handle]:
+    def _inside(self) -> Iterator[Handle]:
         if self._forks != _forks:
             raise StoreUnavailableError("the store was opened by the parent process; open it again after a fork")
         with self._gate:
@@ -214,7 +190,7 @@ class StoreEnvironment:
                 self._dispose()
                 self._gate.notify_all()
 
-    def _check_files(self, handle: _Handle) -> None:
+    def _check_files(self, handle: Handle) -> None:
         """A map over a file that is gone, replaced or cut short must not be touched any more."""
         # Taken before the look at the file, which another thread's transaction may see longer than this one.
         least_nbytes = handle.file_nbytes
@@ -242,7 +218,7 @@ class StoreEnvironment:
         except lmdb.MapResizedError:
             self._faults["size"] = f"{self.directory}: another process has enlarged the store"
             raise StoreUnavailableError(self._faults["size"]) from None
-        except _DAMAGED as error:
+        except DAMAGED as error:
             self._retire(kind, f"{self.directory} is damaged: {error}", damaged=True)
             raise StoreUnavailableError(self._faults[kind]) from None
         except _STALE as error:
@@ -270,7 +246,8 @@ class StoreEnvironment:
         self._blame(kind, reason)
         with self._gate:
             self._retired = True
-            self._damaged |= damaged
+            if damaged and self._handle is not None:
+                self._damaged = self._handle.identity
             self._retry_at_s = self._clock()
 
     def _dispose(self) -> None:
@@ -279,6 +256,12 @@ class StoreEnvironment:
             handle, self._handle = self._handle, None
             with contextlib.suppress(lmdb.Error, OSError):
                 self.medium.close(handle.env)
+
+    def _open(self) -> Handle:
+        handle = self._opener.open(create=not self.readonly, damaged=self._damaged)
+        self._damaged = None
+        self._unsynced = self._files.unsynced
+        return handle
 
     def reopen(self) -> bool:
         """Bring a store that was given up, or whose size another process has changed, back into use; True if it works.
@@ -300,7 +283,7 @@ class StoreEnvironment:
             self._retry_at_s = self._clock() + RETRY_OPEN_S
             if not self.directory.is_dir():
                 raise StorageError(f"{self.directory} is gone")
-            handle = self._open(create=not self.readonly)
+            handle = self._open()
             with self._gate:
                 self._handle, self._retired = handle, False
             self._faults.clear()
@@ -322,7 +305,7 @@ class StoreEnvironment:
                 if not self._gate.wait_for(lambda: not self._inside_now, RESIZE_WAIT_S) or self._handle is None:
                     return False
                 self.medium.resize(self._handle.env, map_nbytes)
-                self._wanted_map_nbytes = map_nbytes or self._wanted_map_nbytes
+                self._opener.map_nbytes = map_nbytes or self._opener.map_nbytes
                 self._faults.pop("size", None)
                 return True
             except (lmdb.Error, OSError) as error:
@@ -390,98 +373,3 @@ class StoreEnvironment:
         except StorageError:
             return False
         return True
-
-    # -- files ---------------------------------------------------------------------------------------------------------
-
-    def _open(self, *, create: bool) -> _Handle:
-        """Raises `StorageError`."""
-        try:
-            if create:
-                self._files.make_private()
-            elif not self._files.data.exists():
-                raise StorageError(f"{self.directory} holds no store")
-            with self._files.opening(create=create) as ours:
-                if create and ours and self._files.crashed():
-                    self._files.reset("the machine stopped before the store was synced")
-                if create and ours and self._damaged:
-                    self._files.reset("the file was damaged")
-                self._damaged = False
-                try:
-                    return self._open_files(create=create)
-                except _DAMAGED as error:
-                    if not create or not ours:
-                        raise StorageError(
-                            f"{self._files.data} is not a store: {error}; choose another folder"
-                        ) from None
-                    self._files.reset(str(error))
-                    return self._open_files(create=create)
-        except (lmdb.Error, OSError) as error:
-            raise StorageError(f"the store in {self.directory} cannot be opened: {error}") from None
-
-    def _open_files(self, *, create: bool) -> _Handle:
-        env = self.medium.open(
-            self.directory,
-            map_size=self._map_nbytes_to_open(),
-            readonly=not create,
-            create=create,
-            mode=0o600,
-            max_dbs=len(DATABASES),
-            max_readers=MAX_READERS,
-            sync=self._files.boot is None,
-            metasync=self._files.boot is None,
-            readahead=True,
-            meminit=True,
-        )
-        try:
-            psize, found = env.stat()["psize"], self.medium.stat(self._files.data)
-            if found.st_size < (env.info()["last_pgno"] + 1) * psize:
-                raise lmdb.CorruptedError("the file is shorter than what it holds")
-            env.reader_check()
-            dbs = self._open_databases(env, psize, create=create)
-        except BaseException:
-            self.medium.close(env)
-            raise
-        self._unsynced = self._files.unsynced
-        return _Handle(env, dbs, (found.st_dev, found.st_ino), psize, found.st_size)
-
-    def _map_nbytes_to_open(self) -> int:
-        """A file that is larger than wanted must be mapped whole, with some room to work in while it is being emptied."""
-        with contextlib.suppress(OSError):
-            file_nbytes = self.medium.stat(self._files.data).st_size
-            if file_nbytes > self._wanted_map_nbytes > 0:
-                return file_nbytes + SHRINK_ROOM_NBYTES
-        return self._wanted_map_nbytes
-
-    def _open_databases(self, env: Any, psize: int, *, create: bool) -> dict[str, Any]:
-        """The sub-databases; created where the file is empty.
-
-        Handles that are opened in a read transaction do not outlive it, so this waits for a writer, as any write does.
-        """
-        if not create:
-            if not env.stat()["entries"]:
-                raise StorageError(f"{self.directory} holds no store")
-            dbs = self._existing_databases(env, None)
-            with env.begin() as txn:
-                self._check_format(txn, dbs)
-            return dbs
-        with env.begin(write=True) as txn:
-            if txn.stat()["entries"]:
-                dbs = self._existing_databases(env, txn)
-                self._check_format(txn, dbs)
-            else:
-                self._files.mark_unsynced()
-                dbs = {name: env.open_db(name.encode(), txn=txn) for name in DATABASES}
-                txn.put(FORMAT_KEY, FORMAT_VERSION.to_bytes(4, "little"), db=dbs["info"])
-                self._initialize(Txn(txn, dbs, psize))
-        return dbs
-
-    def _existing_databases(self, env: Any, txn: Any) -> dict[str, Any]:
-        try:
-            return {name: env.open_db(name.encode(), txn=txn, create=False) for name in DATABASES}
-        except (lmdb.NotFoundError, lmdb.IncompatibleError):
-            raise StorageError(f"{self.directory} holds another program's LMDB file; choose another folder") from None
-
-    def _check_format(self, txn: Any, dbs: dict[str, Any]) -> None:
-        version = int.from_bytes(txn.get(FORMAT_KEY, b"", db=dbs["info"]), "little")
-        if version != FORMAT_VERSION:
-            raise wrong_format(self.directory, version)

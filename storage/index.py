@@ -22,8 +22,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from tieredkv.errors import InvariantError
-from tieredkv.storage.environment import Txn
 from tieredkv.storage.medium import Medium
+from tieredkv.storage.opening import Txn
 from tieredkv.storage.tier import NEVER
 
 STATE_KEY = b"state"
