@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tieredkv.blocks import BlockPool
-from tieredkv.config import Config
+from tieredkv.config import Config, format_size
 from tieredkv.core import EngineCore
 from tieredkv.disk_tier import ThreadedDisk
 from tieredkv.errors import ConfigError, StorageError
@@ -23,8 +23,9 @@ from tieredkv.metrics import EngineMetrics
 from tieredkv.runtime import free_memory_nbytes
 from tieredkv.storage.autocodec import make_codec
 from tieredkv.storage.disk import DiskStore, wall_clock_us
-from tieredkv.storage.host import HostArena
+from tieredkv.storage.host import MIN_STAGING_SLOTS, HostArena
 from tieredkv.storage.medium import Medium
+from tieredkv.storage.memory import PAGE_NBYTES
 from tieredkv.storage.workers import StorageWorkers
 from tieredkv.tiers import Tiers
 from tieredkv.transfer import ThreadCopyEngine
@@ -126,13 +127,21 @@ def _tiers_maker(
     block_nbytes = loaded.layout.block_nbytes
 
     def make(pool: BlockPool, gate: CostGate, wake: Wake) -> Tiers:
-        default_nbytes = min(free_memory_nbytes() // 4, _CPU_HOST_MOST_NBYTES)
+        host_nbytes = tiers.host_memory
+        if host_nbytes is None:
+            host_nbytes = min(free_memory_nbytes() // 4, _CPU_HOST_MOST_NBYTES)
+        least_nbytes = MIN_STAGING_SLOTS * (block_nbytes + PAGE_NBYTES)
+        if 0 < host_nbytes < least_nbytes:
+            raise ConfigError(
+                f"must be 0 or at least {format_size(least_nbytes)} for blocks of {format_size(block_nbytes)}",
+                key="host_memory",
+            )
         try:
             host = HostArena(
                 block_nbytes,
-                default_nbytes if tiers.host_memory is None else tiers.host_memory,
+                host_nbytes,
                 clock_us=wall_clock_us,
-                staging_slots=max(_STAGING_NBYTES // block_nbytes, 8),
+                staging_slots=MIN_STAGING_SLOTS if host_nbytes else max(_STAGING_NBYTES // block_nbytes, 8),
             )
         except StorageError as error:
             raise ConfigError(str(error), key="host_memory") from error

@@ -81,7 +81,7 @@ class ModelConfig:
         None, "Longest prompt plus output in tokens; default: what the model was trained for and the pool holds.", low=1
     )
     chat_template: str | None = _setting(None, "File with a Jinja chat template to use instead of the model's own.")
-    seed: int = _setting(0, "Seed for requests that send none.", low=0)
+    seed: int = _setting(0, "Seed for requests that send none.", low=0, high=2**64 - 1)
     enforce_eager: bool = _setting(False, "Never capture CUDA graphs.")
 
 
@@ -114,7 +114,9 @@ class TierConfig:
     disk_path: str | None = _setting(
         None, "Directory of the disk tier; none turns it off. `tieredkv serve` defaults to the user's cache directory."
     )
-    disk_size: int = _setting(10 * 1024**3, "Hard cap on the files of the disk tier, such as 100GiB.", size=True)
+    disk_size: int = _setting(
+        10 * 1024**3, "Hard cap on the files of the disk tier, such as 100GiB.", size=True, low=1024**2
+    )
     kv_codec: str = _setting(
         "raw", "How blocks are stored on disk; auto measures which is faster here.", choices=("raw", "zstd", "auto")
     )

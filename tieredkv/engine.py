@@ -45,7 +45,7 @@ def fan_out(request_id: str, sampling: SamplingParams) -> list[tuple[str, Sampli
     """The `n` sequences of a request, as (request id, parameters): one each, with seeds `seed`, `seed + 1`, ..."""
     if sampling.n == 1:
         return [(request_id, sampling)]
-    seeds = [None if sampling.seed is None else (sampling.seed + i) % 2**63 for i in range(sampling.n)]
+    seeds = [None if sampling.seed is None else (sampling.seed + i) % 2**64 for i in range(sampling.n)]
     return [(f"{request_id}-{i}", sampling.replace(n=1, seed=seed)) for i, seed in enumerate(seeds)]
 
 
@@ -103,8 +103,6 @@ class Engine:
         self._core = core
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, OutputStream] = {}
-        # Submitted requests that have had no output yet; a bound on it is the bound on the queue.
-        self._silent: set[str] = set()
         self._delivered = threading.Event()
         self._draining = False
         self._dead: str | None = None
@@ -150,13 +148,13 @@ class Engine:
         self.check(request)
         if request.request_id in self._streams:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        if len(self._silent) >= self.config.scheduler.max_queue_size + self.config.scheduler.max_num_seqs:
-            raise CapacityError(f"{len(self._silent)} requests are waiting already; try again later")
+        limits = self.config.scheduler
+        if len(self._streams) >= limits.max_queue_size + limits.max_num_seqs:
+            raise CapacityError(f"{limits.max_queue_size} requests are waiting already; try again later")
         if not request.arrival_s:
             request = replace(request, arrival_s=time.monotonic())
         stream = OutputStream(request.request_id, asyncio.get_running_loop(), self.abort)
         self._streams[request.request_id] = stream
-        self._silent.add(request.request_id)
         self._inbox.put(lambda: self._core.add(request))
         if self._dead is not None:
             # The thread died in between and may have missed this stream when it ended all others.
@@ -280,7 +278,6 @@ class Engine:
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         """On the loop: hand each output to its stream."""
         for output in outputs:
-            self._silent.discard(output.request_id)
             stream = self._streams.get(output.request_id)
             if stream is not None:
                 stream.put(output)

@@ -1,8 +1,13 @@
 """From logits to the next token of each sequence. Knows no model and no pool.
 
 The steps and their order are vLLM's: log-probabilities from the raw logits; logit bias and min_tokens; penalties;
-temperature; min-p; top-k; top-p; draw. Invariants: a drawn token depends on the request's seed, its own logits and its
-output position only, never on what else is in the batch or on a preemption; tokens of equal logit rank by their id.
+temperature; min-p; top-k; top-p; draw. Drawing is an exponential race (the Gumbel-max trick): each token gets a number
+hashed from seed, output position and token id, and the largest weight over number wins. Logits that differ by rounding,
+as they do with the shape of the batch, change the winner only where two tokens all but tie; a draw by running sums would
+shift every border between neighbours.
+
+Invariants: a drawn token depends on the request's seed, its own logits and its output position only, never on what else
+is in the batch or on a preemption; tokens of equal logit rank by their id.
 """
 
 from __future__ import annotations
@@ -20,7 +25,8 @@ from tieredkv.types import TokenLogprob
 
 # Top-p alone looks at this many tokens first and sorts the vocabulary only where they do not hold enough mass.
 _NUCLEUS_WIDTH = 256
-_UNIFORM_BITS = 53
+# SplitMix64's finalizer (Steele, Lea and Flood, 2014), as signed 64-bit numbers.
+_GOLDEN, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
 class Sampler:
@@ -64,39 +70,39 @@ class Sampler:
         vocab_size = scores.shape[1]
         params = [s.sampling for s in sequences]
 
-        def column(values: list[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        def column(values: Seq[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=scores.device)[:, None]
 
         scores = (scores - scores.amax(-1, keepdim=True)) / column([p.temperature for p in params])
         if any(p.min_p > 0.0 for p in params):
             floor = column([p.min_p for p in params]).log()
             scores = scores.masked_fill(scores < floor, -torch.inf)
-        uniforms = column([self._uniform(s) for s in sequences], torch.float64)
+        seeds = column([self._seed(s) for s in sequences], torch.int64)
         top_p = column([p.top_p for p in params], torch.float64)
         top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
         groups: dict[int, list[int]] = {}
         for i, p in enumerate(params):
             groups.setdefault(_sorted_width(top_k[i], p.top_p, vocab_size), []).append(i)
         for width, members in groups.items():
-            part, u = _rows(scores, members), _rows(uniforms, members)
+            part, own = _rows(scores, members), _rows(seeds, members)
             if width == 0:
-                tokens = _draw(part.exp().double(), u)
+                tokens = _draw(part.exp(), torch.arange(vocab_size, device=scores.device), own)
             else:
                 limits = torch.tensor([top_k[i] for i in members], device=scores.device)[:, None]
-                tokens = _draw_from_best(part, limits, _rows(top_p, members), u, width)
+                tokens = _draw_from_best(part, limits, _rows(top_p, members), own, width)
             _assign(chosen, [rows[i] for i in members], tokens.tolist())
 
-    def _uniform(self, sequence: Sequence) -> float:
-        """The number in [0, 1) that decides this sequence's next token: a hash of its seed and its output position."""
+    def _seed(self, sequence: Sequence) -> int:
+        """The signed 64-bit number that decides this sequence's next token: a hash of its seed and its output position."""
         seed = sequence.sampling.seed
-        state = hashlib.blake2b(digest_size=8, person=b"tkv.sample.1")
+        state = hashlib.blake2b(digest_size=8, person=b"tkv.sample.2")
         if seed is None:
             request_id = sequence.request_id.encode("utf-8", "surrogatepass")
             state.update(b"r" + self._base + len(request_id).to_bytes(8, "little") + request_id)
         else:
-            state.update(b"s" + seed.to_bytes(16, "little", signed=True))
+            state.update(b"s" + (seed % 2**64).to_bytes(8, "little"))
         state.update(sequence.num_output_tokens.to_bytes(8, "little"))
-        return (int.from_bytes(state.digest(), "little") >> (64 - _UNIFORM_BITS)) * 2.0**-_UNIFORM_BITS
+        return int.from_bytes(state.digest(), "little", signed=True)
 
 
 def _is_plain_greedy(sequence: Sequence) -> bool:
@@ -138,7 +144,9 @@ def _edit(scores: torch.Tensor, sequence: Sequence) -> None:
         scores[list(bias)] += torch.tensor(list(bias.values()), device=scores.device)
     if sequence.num_output_tokens < params.min_tokens:
         forbidden = [i for i in {*sequence.request.eos_token_ids, *params.stop_token_ids} if 0 <= i < vocab_size]
-        scores[forbidden] = -torch.inf
+        # Where nothing else would be left, the wish cannot be granted.
+        if len(forbidden) < vocab_size:
+            scores[forbidden] = -torch.inf
     if params.repetition_penalty != 1.0:
         seen, _ = _count(sequence.token_ids, scores)
         values = scores[seen]
@@ -181,7 +189,7 @@ def _best(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _draw_from_best(
-    scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, uniforms: torch.Tensor, width: int
+    scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, seeds: torch.Tensor, width: int
 ) -> torch.Tensor:
     """Draw from the best `top_k` tokens, cut to the smallest set with a mass of `top_p`; all arguments [R, ...]."""
     vocab_size = scores.shape[1]
@@ -195,22 +203,35 @@ def _draw_from_best(
     sums = weights.cumsum(-1)
     beyond = sums - weights >= top_p * total
     beyond[:, 0] = False
-    tokens = ids.gather(-1, _draw(weights.masked_fill(beyond, 0.0), uniforms)[:, None])[:, 0]
+    tokens = ids.gather(-1, _draw(weights.masked_fill(beyond, 0.0).float(), ids, seeds)[:, None])[:, 0]
     short = (everything & (sums[:, -1:] < top_p * total))[:, 0]
     if width < vocab_size and bool(short.any()):
-        tokens[short] = _draw_from_best(scores[short], top_k[short], top_p[short], uniforms[short], vocab_size)
+        tokens[short] = _draw_from_best(scores[short], top_k[short], top_p[short], seeds[short], vocab_size)
     return tokens
 
 
-def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Inverse transform sampling: the first index whose running sum exceeds the uniform share of the total; [R]."""
-    sums = weights.cumsum(-1)
-    total = sums[:, -1:].contiguous()
-    index = torch.searchsorted(sums, uniforms * total, right=True)
-    # Rounding may carry the share up to the total; the first sum that reaches it belongs to the last possible token.
-    index = torch.minimum(index, torch.searchsorted(sums, total))[:, 0]
-    # Only logits that are no numbers get past the end.
-    return index.clamp_(max=weights.shape[1] - 1)
+def _draw(weights: torch.Tensor, ids: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    """The column that wins each row's race, with a chance in proportion to its weight; [R].
+
+    weights [R, W] float32, not all zero; ids [W] or [R, W] the columns' token ids; seeds [R, 1] int64.
+    """
+    return (weights.nan_to_num(0.0) / _exponentials(ids, seeds)).argmax(-1)
+
+
+def _exponentials(ids: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    """Exponential random numbers [R, W] float32, one for each seed and token id, above zero."""
+    bits = ids * _GOLDEN + seeds
+    bits = (bits ^ _shift(bits, 30)) * _MIX_1
+    bits = (bits ^ _shift(bits, 27)) * _MIX_2
+    bits = _shift(bits ^ _shift(bits, 31), 11)
+    # Small numbers win, so it is near zero that they must be fine: log1p of a float32 keeps its relative precision there.
+    uniforms = ((bits.double() + 0.5) * 2.0**-53).float()
+    return -torch.log1p(-uniforms.clamp_(max=1 - 2.0**-24))
+
+
+def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
+    """Logical shift to the right of int64: torch's own copies the sign."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
 def _logprobs(logits: torch.Tensor, sequences: Seq[Sequence], token_ids: list[int]) -> dict[int, TokenLogprob]:

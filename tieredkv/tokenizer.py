@@ -10,6 +10,7 @@ U+FFFD only where the bytes can no longer become a character:
 from __future__ import annotations
 
 import codecs
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -21,9 +22,6 @@ from tieredkv.errors import ConfigError, RequestError, UnsupportedModelError
 from tieredkv.types import SamplingParams
 
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-F]{2})>$")
-_RESERVED_TEMPLATE_NAMES = frozenset(
-    {"chat_template", "conversation", "messages", "return_dict", "return_tensors", "tokenize"}
-)
 
 
 class Tokenizer:
@@ -42,6 +40,8 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, t in self._backend.get_added_tokens_decoder().items() if t.special)
         self._is_byte_level = _is_byte_level(json.loads(self._backend.to_str()).get("decoder"))
         self._bytes: dict[int, bytes | None] = {}
+        # Names that would steer the templating call instead of reaching the template.
+        self._template_arguments = frozenset(inspect.signature(hf_tokenizer.apply_chat_template).parameters) | {"self"}
         eos = hf_tokenizer.eos_token_id
         self._eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or ())
 
@@ -87,7 +87,9 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError:
             raise RequestError("text holds an unpaired surrogate, which is not Unicode text", param="prompt") from None
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # One text as a batch, because only batches leave the interpreter to other threads: a long prompt must not hold up
+        # the streams of everybody else.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -109,8 +111,10 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             raise RequestError("the model has no chat template; give one with --chat-template", param="messages")
-        if taken := sorted(_RESERVED_TEMPLATE_NAMES & (variables or {}).keys()):
-            raise RequestError(f"{taken[0]} cannot be set as a template variable", param="chat_template_kwargs")
+        if taken := sorted(self._template_arguments & (variables or {}).keys()):
+            raise RequestError(
+                f"{taken[0]} cannot be set as a template variable", param=f"chat_template_kwargs.{taken[0]}"
+            )
         if add_generation_prompt and continue_final_message:
             raise RequestError(
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"

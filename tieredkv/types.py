@@ -14,6 +14,10 @@ from tieredkv.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
+# vLLM's bound: below it, sampling is greedy in all but name, and float32 has no room left to divide by it.
+LEAST_TEMPERATURE = 1e-5
 
 
 class FinishReason(enum.StrEnum):
@@ -84,11 +88,16 @@ class SamplingParams:
             "must not be greater than max_tokens",
         )
         self._check("stop", len(self.stop) <= MAX_STOP_STRINGS, f"may hold at most {MAX_STOP_STRINGS} strings")
+        self._check(
+            "stop_token_ids",
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            f"may hold at most {MAX_STOP_TOKEN_IDS} ids",
+        )
         self._check("stop", all(self.stop), "must not hold an empty string")
-        self._check("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "must be above 0 and at most 100")
+        self._check("repetition_penalty", 0.01 <= self.repetition_penalty <= 100.0, "must be between 0.01 and 100")
         self._check("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be between -2 and 2")
         self._check("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "must be between -2 and 2")
-        self._check("logit_bias", len(self.logit_bias) <= 1024, "may name at most 1024 tokens")
+        self._check("logit_bias", len(self.logit_bias) <= MAX_LOGIT_BIAS, f"may name at most {MAX_LOGIT_BIAS} tokens")
         self._check(
             "logit_bias", all(-100.0 <= v <= 100.0 for v in self.logit_bias.values()), "values must be in [-100, 100]"
         )
@@ -98,11 +107,12 @@ class SamplingParams:
 
     def _check(self, name: str, ok: bool, rule: str) -> None:
         if not ok:
-            raise RequestError(f"{name} {rule}, got {getattr(self, name)!r}", param=name)
+            shown = repr(getattr(self, name))
+            raise RequestError(f"{name} {rule}, got {shown if len(shown) < 100 else shown[:100] + '...'}", param=name)
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < LEAST_TEMPERATURE
 
     @property
     def needs_penalties(self) -> bool:

@@ -11,12 +11,14 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from tests.server.conftest import running_server
 from tests.server.fake_engine import MODEL, FakeEngine
+from tieredkv.errors import RequestError
 from tieredkv.hashing import tenant_salt
 from tieredkv.server.gate import match_key
-from tieredkv.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from tieredkv.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -436,3 +438,22 @@ def test_no_body_makes_a_500(http, path, body, with_good):
 @given(PATHS, st.binary(max_size=200))
 def test_no_bytes_make_a_500(http, path, raw):
     assert http.post(path, content=raw, headers=JSON).status_code in (200, 400, 404)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("/v1/completions", "stop_token_ids", ["x"] * 5000),
+        ("/v1/completions", "stop", [1] * 5000),
+        ("/v1/completions", "logit_bias", {str(i): "x" for i in range(3000)}),
+        ("/detokenize", "tokens", ["x"] * 5000),
+    ],
+)
+def test_a_long_list_of_mistakes_is_one_mistake(path, field, value):
+    kind = {"/v1/completions": CompletionBody, "/detokenize": DetokenizeBody}[path]
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate({"prompt": "x", field: value})
+    assert caught.value.error_count() == 1
+    with pytest.raises(RequestError) as answer:
+        parse(kind, {"prompt": "x", field: value})
+    assert answer.value.param.startswith(field)

@@ -38,6 +38,8 @@ def test_keys_are_unique_over_all_sections():
         ({"gpu_memory_utilization": 0.0}, ["gpu_memory_utilization"]),
         ({"api_key": [1]}, ["api_key"]),
         ({"host": ""}, ["host"]),
+        ({"seed": 2**130}, ["seed"]),
+        ({"disk_size": "1KiB"}, ["disk_size"]),
         ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, ["max_num_batched_tokens", "16"]),
     ],
 )

@@ -118,6 +118,25 @@ def test_a_full_queue_is_refused():
     engine.close()
 
 
+def test_the_bound_on_the_queue_counts_those_that_wait_behind_those_that_run():
+    engine, _ = make_engine(max_queue_size=1)
+    engine.start()
+
+    async def main():
+        running = [engine.submit(request(f"r{i}", [i], max_tokens=200)) for i in range(8)]
+        for stream in running:
+            await anext(stream)
+        waiting = engine.submit(request("waits", [1]))
+        with pytest.raises(CapacityError):
+            engine.submit(request("one more", [1]))
+        for stream in running:
+            stream.abort()
+        await asyncio.gather(*map(collect, [*running, waiting]))
+
+    asyncio.run(main())
+    engine.close()
+
+
 def test_draining_finishes_what_runs_and_refuses_what_comes(engine):
     async def main():
         stream = engine.submit(request("a", [1], max_tokens=30))
@@ -190,4 +209,5 @@ def test_fan_out_gives_each_answer_its_own_seed():
     assert [name for name, _ in parts] == ["r-0", "r-1", "r-2"]
     assert [p.seed for _, p in parts] == [7, 8, 9]
     assert all(p.n == 1 for _, p in parts)
+    assert [p.seed for _, p in fan_out("r", SamplingParams(n=3, seed=-1))] == [2**64 - 1, 0, 1]
     assert fan_out("r", SamplingParams()) == [("r", SamplingParams())]

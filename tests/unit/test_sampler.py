@@ -225,3 +225,45 @@ def test_broken_logits_give_a_token_of_the_vocabulary():
         logits = torch.full((4, 10), value)
         rows = [sequence(seed=1), sequence(seed=1, top_k=3), sequence(seed=1, top_p=0.5), sequence(temperature=0.0)]
         assert all(0 <= t.token_id < 10 for t in Sampler().sample(logits, rows))
+
+
+def test_rounding_of_logits_changes_a_draw_only_at_a_near_tie():
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(1, 49_152, generator=generator) * 3
+    noisy = logits + torch.randn(logits.shape, generator=generator) * 2e-6
+    for sampling in ({}, {"temperature": 0.7, "top_k": 50}, {"top_p": 0.9}):
+        rows = [sequence(seed=seed, **sampling) for seed in range(400)]
+        first = [t.token_id for t in Sampler().sample(logits.expand(400, -1), rows)]
+        second = [t.token_id for t in Sampler().sample(noisy.expand(400, -1), rows)]
+        assert sum(a != b for a, b in zip(first, second, strict=True)) <= 1
+        assert len(set(first)) > 20
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-39, 1e-6])
+def test_a_temperature_next_to_nothing_is_greedy(temperature):
+    logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(1)) * 5
+    assert draws(logits, 20, temperature=temperature) == Counter({int(logits.argmax()): 20})
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"repetition_penalty": 0.01}, {"repetition_penalty": 100.0}, {"temperature": 1e-5}]
+)
+def test_extreme_settings_still_draw_likely_tokens(sampling):
+    logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(1)) * 5
+    best = set(logits[0].topk(250).indices.tolist())
+    assert set(draws(logits, 50, **sampling)) <= best
+
+
+def test_when_every_token_is_forbidden_the_likeliest_comes():
+    logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(1)) * 5
+    for temperature in (0.0, 1e-4):
+        seen = draws(logits, 5, temperature=temperature, stop_token_ids=tuple(range(500)), min_tokens=2)
+        assert seen == Counter({int(logits.argmax()): 5})
+
+
+def test_seeds_are_64_bits_whatever_their_sign():
+    logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(1))
+    one, same, other = (
+        Sampler().sample(logits, [sequence(seed=seed)])[0].token_id for seed in (-1, 2**64 - 1, 2**63 - 1)
+    )
+    assert one == same != other

@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 
 from tieredkv.errors import RequestError
-from tieredkv.types import MAX_LOGPROBS
+from tieredkv.types import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
-OneOrMore = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+# Lists stop at their first wrong element: an error for each of a million would cost gigabytes.
+OneOrMore = Annotated[
+    list[str], FailFast(), BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+]
+LogitBias = Annotated[dict[str, float], BeforeValidator(lambda value: _bounded(value, MAX_LOGIT_BIAS))]
+TokenIds = Annotated[list[int], FailFast()]
 ModelT = TypeVar("ModelT", bound="Body")
 
 # Fields of OpenAI's and vLLM's APIs that this server cannot honour, with the values that ask for nothing.
@@ -89,13 +94,13 @@ class GenerateBody(Body):
     max_tokens: int | None = None
     min_tokens: int = 0
     stop: OneOrMore = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: TokenIds = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = Field(default_factory=dict)
+    logit_bias: LogitBias = Field(default_factory=dict)
     skip_special_tokens: bool = True
     cache_salt: str | None = None
     return_token_ids: bool = False
@@ -140,7 +145,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
-    tokens: list[int]
+    tokens: TokenIds
 
 
 def parse(kind: type[ModelT], body: Mapping[str, Any]) -> ModelT:
@@ -156,6 +161,12 @@ def parse(kind: type[ModelT], body: Mapping[str, Any]) -> ModelT:
     if isinstance(result, GenerateBody):
         _check_generate(result)
     return result
+
+
+def _bounded(value: Any, most: int) -> Any:
+    if isinstance(value, dict) and len(value) > most:
+        raise ValueError(f"may hold at most {most} entries")
+    return value
 
 
 def _refuse(given: Mapping[str, Any]) -> None:
