@@ -54,7 +54,7 @@ def test_a_folder_loads_and_stock_logits_are_transformers_own(arch, tmp_path):
     assert loaded.weights_nbytes >= (folder / "model.safetensors").stat().st_size * 0.9
     assert not loaded.model.training
     assert config._attn_implementation == "tieredkv"
-    assert stages[-1] == 1.0
+    assert 0.0 <= stages[0] <= stages[-1] < 1.0, "what follows loading still has to be done"
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.inference_mode():
         expected = reference(torch.tensor([TOKENS]), use_cache=False).logits[0]

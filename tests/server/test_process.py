@@ -91,7 +91,7 @@ VALID = st.fixed_dictionaries(
         "min_p": st.floats(0, 1),
         "seed": st.integers(-(2**63), 2**64 - 1),
         "min_tokens": st.integers(0, 4),
-        "repetition_penalty": st.floats(0, 100, exclude_min=True),
+        "repetition_penalty": st.floats(0.01, 100),
         "presence_penalty": st.floats(-2, 2),
         "frequency_penalty": st.floats(-2, 2),
         "logit_bias": st.dictionaries(TOKENS.map(str), st.floats(-100, 100), max_size=3),
