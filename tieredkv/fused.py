@@ -56,7 +56,7 @@ class Norm:
         self.least_norm = math.sqrt(_EPS_MATTERS * self.eps * size)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype == torch.bfloat16 and _HAS_WEIGHT_NORM:
+        if x.dtype == torch.bfloat16 and _HAS_WEIGHT_NORM and x.numel():
             # x / |x| in one pass is what weight normalisation computes; it knows no eps.
             rows = x.reshape(-1, x.shape[-1])
             unit, norms = torch._weight_norm_interface(rows, _ones(len(rows)), 0)
@@ -125,6 +125,9 @@ class FusedModel:
         cos, sin = self._rotation(hidden, positions)
         for layer in self._layers:
             hidden = self._run(layer, hidden, cos, sin, kv_batch)
+        if not len(rows):
+            # A part of a long prompt: nothing is sampled, and torch's weight normalisation divides by the number of rows.
+            return hidden.new_empty((0, self._embedding.num_embeddings))
         return self._head(self._norm(hidden.index_select(0, rows)))
 
     def _rotation(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -102,6 +102,28 @@ def test_block_sizes(block_size, folder):
     assert check(llm, path, [prompt])[0].num_cached_tokens == 129 // block_size * block_size
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("budget", [4, 33, 512])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_precision_serves_every_shape(arch, budget, dtype, folder):
+    """Not for equality, which only float32 promises: steps of any shape, also those in which nothing is sampled, run."""
+    llm = load(folder(arch), dtype=dtype, max_num_batched_tokens=budget, max_num_seqs=4)
+    prompts = [random_prompt(n, seed=n) for n in (1, 2, 4, 5, 15, 16, 17, 33, 66, 120)]
+    for _ in range(2):
+        outputs = [*llm.generate(prompts, greedy(5)), *(llm.generate(p, greedy(2))[0] for p in prompts)]
+        assert [len(o.outputs[0].token_ids) for o in outputs] == [5] * len(prompts) + [2] * len(prompts)
+        assert all(o.sources.total == len(o.prompt_token_ids) for o in outputs)
+        llm.core.check_integrity()
+
+
+@pytest.mark.smollm2
+def test_smollm2_takes_prompts_longer_than_a_step():
+    llm = load(SMOLLM2, dtype="bfloat16", num_gpu_blocks_override=300, max_model_len=4096)
+    (output,) = llm.generate(random_prompt(2500, seed=1), greedy(3))
+    assert len(output.outputs[0].token_ids) == 3
+    assert llm.generate(random_prompt(2500, seed=1), greedy(3))[0].num_cached_tokens == 2496
+
+
 @pytest.mark.smollm2
 def test_smollm2_on_real_text():
     llm = load(SMOLLM2, num_gpu_blocks_override=80, max_model_len=1024, max_num_batched_tokens=256)
