@@ -60,7 +60,10 @@ def collect(contenders: Sequence[Contender], alone: Sequence[dict[str, float]]) 
     for contender in contenders:
         result["servers"][contender.server.name] = {
             "version": contender.version,
-            "command": [Path(contender.server.command[0]).name, *contender.server.command[1:]],
+            "command": [
+                Path(contender.server.command[0]).name,
+                *(part.replace(str(Path.home()), "~") for part in contender.server.command[1:]),
+            ],
             "start_s": round(contender.server.start_s, 1),
             "cached_tokens_when_warm": contender.cached_tokens,
             "figures": {key: summary(values) for key, values in contender.samples.items()},
