@@ -127,7 +127,8 @@ class FusedModel:
             hidden = self._run(layer, hidden, cos, sin, kv_batch)
         if not len(rows):
             # A part of a long prompt: nothing is sampled, and torch's weight normalisation divides by the number of rows.
-            return hidden.new_empty((0, self._embedding.num_embeddings))
+            none: torch.Tensor = hidden.new_empty((0, self._embedding.num_embeddings))
+            return none
         return self._head(self._norm(hidden.index_select(0, rows)))
 
     def _rotation(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
