@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from tieredkv.types import Tier
 
-RESTORE_POLICIES = ("always", "auto", "never")
 # Weight of a new measurement. High enough to follow a disk that turns slow within a handful of loads.
 _WEIGHT = 0.25
 # Steps with fewer new tokens say little about the rate of long prompts.

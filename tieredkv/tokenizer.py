@@ -41,7 +41,10 @@ class Tokenizer:
         self._is_byte_level = _is_byte_level(json.loads(self._backend.to_str()).get("decoder"))
         self._bytes: dict[int, bytes | None] = {}
         # Names that would steer the templating call instead of reaching the template.
-        self._template_arguments = frozenset(inspect.signature(hf_tokenizer.apply_chat_template).parameters) | {"self"}
+        self._template_arguments = frozenset(inspect.signature(hf_tokenizer.apply_chat_template).parameters) | {
+            "self",
+            "messages",
+        }
         eos = hf_tokenizer.eos_token_id
         self._eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or ())
 

@@ -33,7 +33,10 @@ class ByteTokenizer(Tokenizer):
         kept = [t for t in token_ids if not (skip_special_tokens and t in NAMES)]
         return b"".join(self.byte_content(t) for t in kept).decode("utf-8", "replace")
 
-    def apply_chat_template(self, messages, add_generation_prompt=True, continue_final_message=False, **kwargs):
+    def apply_chat_template(self, messages, add_generation_prompt=True, continue_final_message=False, variables=None):
+        # As the real one does for every argument of its own.
+        if "messages" in (variables or {}):
+            raise RequestError("messages cannot be set as a template variable", param="chat_template_kwargs.messages")
         roles = {"user": USER, "assistant": ASSISTANT, "system": SYSTEM}
         ids = []
         for message in messages:

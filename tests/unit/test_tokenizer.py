@@ -248,7 +248,10 @@ def test_special_token_ids_are_known():
     assert TOKENIZER.vocab_size == VOCAB_SIZE
 
 
-@pytest.mark.parametrize("name", ["self", "conversation", "tokenize", "padding", "max_length", "return_dict"])
+@pytest.mark.parametrize(
+    "name",
+    ["self", "messages", "tools", "documents", "conversation", "tokenize", "padding", "max_length", "return_dict"],
+)
 def test_template_variables_cannot_steer_the_templating(name):
     with pytest.raises(RequestError) as refused:
         TOKENIZER.apply_chat_template([{"role": "user", "content": "x"}], variables={name: 1})

@@ -20,8 +20,6 @@ MAX_PROMPTS = 1024
 _THREAD_CHARS = 4096
 # What a message costs a template besides its text.
 _MESSAGE_CHARS = 100
-# Arguments of the templating call itself, and what this server refuses elsewhere.
-_TEMPLATE_ARGUMENTS = frozenset({"add_generation_prompt", "continue_final_message", "messages", "tools", "documents"})
 T = TypeVar("T")
 
 
@@ -136,10 +134,6 @@ async def encode_messages(
     variables: Mapping[str, Any] | None = None,
 ) -> Prompt:
     """Messages as the token ids that the model's chat template makes of them; `variables` are passed to the template."""
-    if taken := _TEMPLATE_ARGUMENTS & (variables or {}).keys():
-        raise RequestError(
-            f"'{min(taken)}' cannot be set as a template variable.", param=f"chat_template_kwargs.{min(taken)}"
-        )
     if continue_final_message and messages[-1]["role"] != "assistant":
         raise RequestError(
             "'continue_final_message' needs an assistant message at the end.", param="continue_final_message"
