@@ -128,6 +128,13 @@ class TierConfig:
     restore_timeout: float = _setting(
         5.0, "Longest time in seconds that a request waits for its blocks; then the rest is computed.", low=0.001
     )
+    pin_budget: float = _setting(0.5, "Share of each tier that pins may take.", low=0.0, high=0.9)
+    retention_budget: float = _setting(
+        0.5,
+        "Share of each tier that requests may ask to retain; more than that is kept like anything else.",
+        low=0.0,
+        high=1.0,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +169,24 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AdminConfig:
+    """The admin API: who may use it, and where it listens."""
+
+    admin_key: tuple[str, ...] = _setting(
+        (), "Key(s) for the admin API as a bearer token; without one it answers on loopback only."
+    )
+    admin_port: int | None = _setting(
+        None, "Port of the admin API; default: the server's own. 0 takes a free one.", low=0, high=65535
+    )
+    admin_show_text: bool = _setting(
+        False, "Show the first and last words of cached prompts; they are private otherwise."
+    )
+    warm: str | None = _setting(
+        None, "JSONL file of prompts to compute in the background from the start, pinned ones first."
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All settings. Build it with `Config.load`, which checks every value."""
 
@@ -170,6 +195,7 @@ class Config:
     tiers: TierConfig = field(default_factory=TierConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    admin: AdminConfig = field(default_factory=AdminConfig)
 
     @classmethod
     def load(
@@ -219,6 +245,7 @@ _SECTIONS: dict[str, type[Any]] = {
     "tiers": TierConfig,
     "scheduler": SchedulerConfig,
     "server": ServerConfig,
+    "admin": AdminConfig,
 }
 # Variables with the prefix that steer the process, not the product.
 _NOT_SETTINGS = frozenset({"TIEREDKV_REEXEC", "TIEREDKV_CACHE_DIR", "TIEREDKV_CONFIG"})

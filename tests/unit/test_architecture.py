@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 ROWS = {
-    9: ["cli", "server", "__main__"],
-    8: ["engine", "llm", "build"],
+    9: ["cli", "server", "bench", "__main__"],
+    8: ["engine", "llm", "build", "admin", "warming", "preload", "prompt_file", "transport"],
     7: ["core"],
     6: ["model_runner"],
     5: [
@@ -28,11 +28,24 @@ ROWS = {
         "gguf",
         "gguf_tokenizer",
     ],
-    4: ["scheduler", "cache", "batch", "tiers", "spill", "restore", "gate", "tier_report", "disk_tier"],
+    4: [
+        "scheduler",
+        "cache",
+        "batch",
+        "tiers",
+        "spill",
+        "restore",
+        "gate",
+        "tier_report",
+        "disk_tier",
+        "pins",
+        "branches",
+        "events",
+    ],
     3: ["blocks", "sequence", "pool", "transfer", "tier_faces"],
     2: ["kernels", "storage"],
     1: ["config", "layout", "hashing", "metrics", "runtime"],
-    0: ["types", "errors"],
+    0: ["types", "errors", "reports"],
 }
 ROW_OF = {name: row for row, names in ROWS.items() for name in names}
 # Libraries that belong to some rows only.

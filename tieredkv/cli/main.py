@@ -33,6 +33,7 @@ PANELS = {
     "tiers": "Tiers below the device",
     "scheduler": "Scheduling",
     "server": "HTTP server",
+    "admin": "Admin API",
 }
 
 SERVE_HELP = """Serve MODEL behind an OpenAI-style API.
