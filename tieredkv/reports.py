@@ -237,6 +237,14 @@ class RemovalReport:
 
 
 @dataclass(frozen=True, slots=True)
+class FlushReport:
+    """`POST /admin/cache/flush`. `saved` tells that a restart now would lose nothing."""
+
+    saved: bool
+    num_unsaved_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class CacheEvent:
     """A change of what a tier holds. `kind` is stored or removed; `reason` one of computed, spilled, restored, evicted,
     cleared, corrupt, expired, demoted. Sequence numbers within an epoch have no gaps.
@@ -249,6 +257,33 @@ class CacheEvent:
     hashes: list[str]
     parent: str | None = None
     num_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EventSnapshot:
+    """What the tiers hold after the event numbered `sequence`; later events start from here.
+
+    A large snapshot comes in several parts, all with the same numbers but `part`; `hashes_by_tier` of each adds to what came
+    before. The disk may hold more than is named when `disk_complete` is False.
+    """
+
+    epoch: str
+    sequence: int
+    hashes_by_tier: Mapping[Tier, list[str]]
+    part: int = 0
+    num_parts: int = 1
+    disk_complete: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EventGap:
+    """Events up to `sequence` are lost to this reader: it was too slow, or asked for what is not kept any more. A snapshot
+    follows.
+    """
+
+    epoch: str
+    sequence: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
