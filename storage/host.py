@@ -24,7 +24,8 @@ from tieredkv.errors import InvariantError, StorageError
 from tieredkv.storage.eviction import EvictionQueue
 from tieredkv.storage.memory import PAGE_NBYTES, Allocator, Memory, PlainMemory
 from tieredkv.storage.slots import Lease, Reservation, Slot, SlotState
-from tieredkv.storage.tier import DEFAULT_PRIORITY, NEVER, TierUsage
+from tieredkv.storage.tier import NEVER, TierUsage
+from tieredkv.types import DEFAULT_PRIORITY
 
 MIN_STAGING_SLOTS = 4
 

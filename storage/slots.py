@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Protocol
 
 from tieredkv.errors import InvariantError
-from tieredkv.storage.tier import DEFAULT_PRIORITY, NEVER
+from tieredkv.storage.tier import NEVER
+from tieredkv.types import DEFAULT_PRIORITY
 
 
 class SlotState(enum.Enum):

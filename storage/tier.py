@@ -9,8 +9,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-DEFAULT_PRIORITY = 35
-MAX_PRIORITY = 100
+from tieredkv.types import DEFAULT_PRIORITY
+
 NEVER = 2**64 - 1
 """An expiry that never comes, in microseconds since the epoch."""
 

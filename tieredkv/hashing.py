@@ -16,12 +16,15 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 
+from tieredkv.types import SHARED_OWNER
+
 HASH_NBYTES = 32
 HASH_SCHEME = "blake2b-256/chain/u32le/1"
 
 _ROOT = b"tkv.root.1"
 _BLOCK = b"tkv.block.1"
 _TENANT = b"tkv.tenant.1"
+_OWNER = b"tkv.owner.1"
 _NATIVE_U32 = array("I").itemsize == 4 and (1).to_bytes(4, "little") == array("I", [1]).tobytes()
 
 
@@ -51,6 +54,13 @@ def tenant_salt(*, api_key: str | None = None, cache_salt: str | None = None) ->
         return b""
     key = b"" if api_key is None else b"k" + api_key.encode("utf-8", "surrogatepass")
     return _digest(_TENANT, key, (cache_salt or "").encode("utf-8", "surrogatepass"))
+
+
+def owner_label(api_key: str | None) -> str:
+    """A public name for whoever holds an API key: twelve hex digits that do not tell the key; "shared" without one."""
+    if api_key is None:
+        return SHARED_OWNER
+    return _digest(_OWNER, api_key.encode("utf-8", "surrogatepass")).hex()[:12]
 
 
 def root_hash(namespace: bytes, tenant: bytes = b"") -> bytes:

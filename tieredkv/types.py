@@ -18,6 +18,11 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 # vLLM's bound: below it, sampling is greedy in all but name, and float32 has no room left to divide by it.
 LEAST_TEMPERATURE = 1e-5
+# The owner of what was computed for requests without an API key.
+SHARED_OWNER = "shared"
+# Eviction priorities run from 0, the first to go, to 100.
+DEFAULT_PRIORITY = 35
+MAX_PRIORITY = 100
 
 
 class FinishReason(enum.StrEnum):
@@ -152,12 +157,24 @@ class TokenLogprob:
     top: Sequence[tuple[int, float]] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """A wish to keep the first `num_tokens` of a prompt longer than others: `priority` is 0 to 100, above `DEFAULT_PRIORITY`
+    is retained, below it goes first. It holds for `ttl_s` seconds from each use of the blocks and is never a promise.
+    """
+
+    num_tokens: int
+    priority: int
+    ttl_s: float
+
+
 @dataclass(slots=True)
 class EngineRequest:
     """One sequence to generate (`n` > 1 is fanned out before it gets here).
 
     `prompt_token_ids` is not empty. `tenant` seeds the hash chain (see `hashing.tenant_salt`); requests of different
-    tenants never share a block. `eos_token_ids` end generation unless `sampling.ignore_eos`.
+    tenants never share a block. `owner` is the tenant's public label (see `hashing.owner_label`), `prefix_name` what the
+    client calls the prompt. `eos_token_ids` end generation unless `sampling.ignore_eos`.
     """
 
     request_id: str
@@ -166,6 +183,9 @@ class EngineRequest:
     tenant: bytes = b""
     eos_token_ids: frozenset[int] = frozenset()
     arrival_s: float = 0.0
+    owner: str = SHARED_OWNER
+    prefix_name: str | None = None
+    retention: tuple[Retention, ...] = ()
 
 
 @dataclass(slots=True)

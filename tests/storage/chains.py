@@ -8,7 +8,8 @@ import random
 from collections.abc import Iterable
 
 from tieredkv.storage.disk import DiskStore
-from tieredkv.storage.tier import DEFAULT_PRIORITY, NEVER, BlockRecord, LoadOutcome
+from tieredkv.storage.tier import NEVER, BlockRecord, LoadOutcome
+from tieredkv.types import DEFAULT_PRIORITY
 
 NAMESPACE = hashlib.sha256(b"namespace").digest()
 ROOT = hashlib.sha256(b"root").digest()

@@ -27,6 +27,9 @@ GOLDEN = {
 }
 
 
+GOLDEN_LABEL = "cc93a27fc146"
+
+
 def vectors() -> dict[str, str]:
     root = hashing.root_hash(NAMESPACE)
     first = hashing.block_hash(root, TOKENS)
@@ -108,3 +111,13 @@ def test_tokens_outside_32_bits_are_refused():
     for bad in (-1, 2**32):
         with pytest.raises(OverflowError):
             hashing.pack_tokens([bad])
+
+
+def test_an_owner_has_a_label_that_does_not_tell_its_key():
+    assert hashing.owner_label(None) == "shared"
+    label = hashing.owner_label("sk-1")
+    assert label == GOLDEN_LABEL
+    assert len(label) == 12
+    assert set(label) <= set("0123456789abcdef")
+    assert hashing.owner_label("sk-2") != label
+    assert not hashing.tenant_salt(api_key="sk-1").hex().startswith(label)

@@ -19,7 +19,15 @@ from tieredkv.server.errors import GenerationError
 from tieredkv.server.face import Engine, OutputStream
 from tieredkv.server.prompts import Prompt
 from tieredkv.tokenizer import Detokenizer
-from tieredkv.types import EngineOutput, EngineRequest, FinishReason, SamplingParams, TokenLogprob, TokenSources
+from tieredkv.types import (
+    SHARED_OWNER,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    SamplingParams,
+    TokenLogprob,
+    TokenSources,
+)
 
 MAX_SEQUENCES = 1024
 
@@ -81,13 +89,25 @@ class Generation:
         prompts: Sequence[Prompt],
         samplings: Sequence[SamplingParams],
         tenant: bytes,
+        *,
+        owner: str = SHARED_OWNER,
+        prefix_name: str | None = None,
     ) -> None:
         requests: list[tuple[Prompt, EngineRequest]] = []
         if sum(sampling.n for sampling in samplings) > MAX_SEQUENCES:
             raise RequestError(f"At most {MAX_SEQUENCES} sequences per request are accepted.", param="n")
         for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             for child_id, child in fan_out(f"{request_id}-{index}", sampling):
-                request = EngineRequest(child_id, prompt.token_ids, child, tenant, engine.eos_token_ids)
+                request = EngineRequest(
+                    child_id,
+                    prompt.token_ids,
+                    child,
+                    tenant,
+                    engine.eos_token_ids,
+                    owner=owner,
+                    prefix_name=prefix_name,
+                    retention=prompt.retention,
+                )
                 engine.check(request)
                 requests.append((prompt, request))
         self.prompts = prompts

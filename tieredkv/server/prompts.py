@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from tieredkv.errors import RequestError
 from tieredkv.tokenizer import Tokenizer
+from tieredkv.types import Retention
 
 ROLES = frozenset({"system", "developer", "user", "assistant"})
 MAX_PROMPTS = 1024
@@ -25,10 +26,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of a request. `text` is None when the client sent token ids."""
+    """One prompt of a request. `text` is None when the client sent token ids; `retention` is what the client wants kept."""
 
     token_ids: list[int]
     text: str | None = None
+    retention: tuple[Retention, ...] = ()
 
 
 def parse_prompts(value: Any) -> list[str] | list[list[int]]:

@@ -103,6 +103,7 @@ class GenerateBody(Body):
     logit_bias: LogitBias = Field(default_factory=dict)
     skip_special_tokens: bool = True
     cache_salt: str | None = None
+    prompt_cache_key: str | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     best_of: int | None = None

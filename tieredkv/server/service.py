@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from tieredkv.config import Config
 from tieredkv.errors import CapacityError, RequestError
-from tieredkv.hashing import tenant_salt
+from tieredkv.hashing import owner_label, tenant_salt
 from tieredkv.server.body import read_json
 from tieredkv.server.errors import JSONResponse
 from tieredkv.server.face import Engine
@@ -114,7 +114,11 @@ class Service:
         self.check_accepting()
         request_id = f"{prefix}-{uuid.uuid4().hex}"
         tenant = tenant_salt(api_key=request.state.api_key, cache_salt=body.cache_salt)
-        return request_id, Generation(self.engine, request_id, prompts, samplings, tenant)
+        owner = owner_label(request.state.api_key)
+        generation = Generation(
+            self.engine, request_id, prompts, samplings, tenant, owner=owner, prefix_name=body.prompt_cache_key
+        )
+        return request_id, generation
 
     async def respond(
         self, request: Request, body: GenerateBody, generation: Generation, make_writer: Callable[[], Writer]
