@@ -239,7 +239,7 @@ class EngineCore:
         if sequence.first_token_s is None or sequence.last_token_s is None:
             sequence.first_token_s = now_s
             admitted_s = sequence.first_scheduled_s if sequence.first_scheduled_s is not None else now_s
-            self.metrics.first_token(now_s - request.arrival_s, now_s - admitted_s)
+            self.metrics.first_token(now_s - request.arrival_s, now_s - admitted_s, _sources(sequence))
         else:
             self.metrics.next_token(now_s - sequence.last_token_s)
         sequence.last_token_s = now_s

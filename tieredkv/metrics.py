@@ -124,6 +124,14 @@ class EngineMetrics:
         self._waiting = gauge("num_requests_waiting", "Requests that wait.")
         self._usage = gauge("kv_cache_usage_perc", "Share of device blocks in use by requests, 0 to 1.")
         self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
+        by_lowest = Histogram(
+            prefix + "time_to_first_token_by_source_seconds",
+            "Arrival to first token, by the lowest tier that the prompt came from; computed: nothing was cached.",
+            [*label, "source"],
+            registry=self.registry,
+            buckets=TTFT_BUCKETS_S,
+        )
+        self._ttft_by_source = {s: by_lowest.labels(model_name, s) for s in ("device", "host", "disk", "computed")}
         self._itl = histogram("inter_token_latency_seconds", "Time between tokens of a request.", ITL_BUCKETS_S)
         self._tpot = histogram("request_time_per_output_token_seconds", "Mean of it per request.", ITL_BUCKETS_S)
         self._e2e = histogram("e2e_request_latency_seconds", "Arrival to last token.", E2E_BUCKETS_S)
@@ -170,9 +178,10 @@ class EngineMetrics:
         self._recomputed.inc(num_recomputed)
 
     @_never_fails
-    def first_token(self, ttft_s: float, prefill_s: float) -> None:
+    def first_token(self, ttft_s: float, prefill_s: float, sources: TokenSources) -> None:
         self._generation_tokens.inc()
         self._ttft.observe(ttft_s)
+        self._ttft_by_source[_lowest_source(sources)].observe(ttft_s)
         self._prefill.observe(prefill_s)
 
     @_never_fails
@@ -205,3 +214,12 @@ class EngineMetrics:
         self._running.set(num_running)
         self._waiting.set(num_waiting)
         self._usage.set(usage)
+
+
+def _lowest_source(sources: TokenSources) -> str:
+    """The slowest place that a prompt's tokens came from: a tier, or "computed" when none of them was cached."""
+    if sources.disk:
+        return "disk"
+    if sources.host:
+        return "host"
+    return "device" if sources.device else "computed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from prometheus_client import generate_latest
 
 from tests.fakes import Collector, make_core, request
@@ -40,7 +41,28 @@ def test_tokens_by_source_add_up_to_prompt_tokens():
     assert value(metrics, "num_requests_running") == value(metrics, "num_requests_waiting") == 0
     assert value(metrics, "kv_cache_usage_perc") == 0
     assert value(metrics, "time_to_first_token_seconds_count") == 12
+    sources = ("device", "host", "disk", "computed")
+    assert sum(value(metrics, "time_to_first_token_by_source_seconds_count", source=s) for s in sources) == 12
     assert value(metrics, "inter_token_latency_seconds_count") == 3 * 4 * 29
+
+
+@pytest.mark.parametrize(
+    ("sources", "lowest"),
+    [
+        (TokenSources(computed=9), "computed"),
+        (TokenSources(device=8, computed=1), "device"),
+        (TokenSources(device=8, host=8, computed=1), "host"),
+        (TokenSources(device=8, host=8, disk=8, computed=1), "disk"),
+        (TokenSources(disk=8, computed=100), "disk"),
+    ],
+)
+def test_first_tokens_are_told_apart_by_the_lowest_tier_used(sources, lowest):
+    metrics = EngineMetrics("fake")
+    metrics.first_token(0.25, 0.1, sources)
+    for source in ("device", "host", "disk", "computed"):
+        name = "time_to_first_token_by_source_seconds_count"
+        assert value(metrics, name, source=source) == (1 if source == lowest else 0)
+    assert value(metrics, "time_to_first_token_by_source_seconds_sum", source=lowest) == 0.25
 
 
 def test_the_prefix_can_be_changed():
@@ -55,5 +77,5 @@ def test_the_prefix_can_be_changed():
 def test_a_failing_metric_is_dropped():
     metrics = EngineMetrics("m")
     metrics.admitted(TokenSources(device=-5, computed=1), 0.1)
-    metrics.first_token(float("nan"), 0.0)
+    metrics.first_token(float("nan"), 0.0, TokenSources(computed=1))
     assert metrics.num_failed_updates == 1
