@@ -72,7 +72,7 @@ class EngineCore:
         self.metrics = metrics
         self._runner = runner
         self._clock = clock
-        self._namespace = namespace
+        self.namespace = namespace
         self.pool = BlockPool(runner.num_blocks)
         if self.pool.num_usable * self.block_size < max_model_len:
             raise InvariantError(f"{self.pool.num_usable} blocks cannot hold one sequence of {max_model_len} tokens")
@@ -134,7 +134,7 @@ class EngineCore:
         self.check(request)
         if request.request_id in self._sequences:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        sequence = Sequence(request, hashing.root_hash(self._namespace, request.tenant))
+        sequence = Sequence(request, hashing.root_hash(self.namespace, request.tenant))
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
 

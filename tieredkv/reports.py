@@ -69,6 +69,7 @@ class JobReport:
     created_s: float
     finished_s: float | None = None
     error: str | None = None
+    num_prompts_failed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
