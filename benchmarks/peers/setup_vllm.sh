@@ -2,7 +2,7 @@
 # Sets up the peer that `make bench` compares with: vLLM's CPU build in a virtual environment of its own, tuned as its
 # users tune it (tcmalloc and Intel's OpenMP are preloaded by benchmarks/servers.py).
 #
-#   benchmarks/peers/setup_vllm.sh            install into ${TIEREDKV_PEERS_DIR:-~/.cache/tieredkv-peers}/vllm
+#   benchmarks/peers/setup_vllm.sh [NAME]     install into ${TIEREDKV_PEERS_DIR:-~/.cache/tieredkv-peers}/NAME, by default vllm
 #
 # May be run again at any time: a finished set-up is recognised by its stamp and left alone; an unfinished one is redone.
 # Needs Linux on x86-64, Python 3.11, and pip's default package source; the two Debian packages want root.
@@ -10,7 +10,7 @@ set -euo pipefail
 
 readonly vllm_version=0.32.0
 readonly torch_version=2.13.0
-readonly venv="${TIEREDKV_PEERS_DIR:-$HOME/.cache/tieredkv-peers}/vllm"
+readonly venv="${TIEREDKV_PEERS_DIR:-$HOME/.cache/tieredkv-peers}/${1:-vllm}"
 readonly stamp="$venv/.ready-$vllm_version-$torch_version"
 
 say() { printf 'setup_vllm: %s\n' "$*" >&2; }

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from tieredkv import __version__
-from tieredkv.cli import store
+from tieredkv.cli import simulate, store
 from tieredkv.config import Config, format_size
 from tieredkv.errors import ConfigError, StorageError, UnsupportedModelError
 from tieredkv.runtime import maybe_reexec
@@ -166,6 +166,7 @@ def _command() -> Callable[..., int]:
 app.command("serve", help=SERVE_HELP)(_command())
 app.command("inspect")(store.inspect_store)
 app.command("verify")(store.verify_store)
+app.command("simulate", help=simulate.HELP)(simulate.simulate)
 
 
 def main(argv: list[str] | None = None) -> int:

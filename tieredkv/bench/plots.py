@@ -1,0 +1,60 @@
+"""Pictures of results, with matplotlib, which is an extra (`pip install "tieredkv[plot]"`) and loaded only here.
+
+Knows the data that `simulate` and `serve` report, nothing of how it came about. Colours per tier are the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tieredkv.bench.simulate import UNLIMITED, Outcome
+from tieredkv.bench.traces import Workload
+from tieredkv.errors import ConfigError
+
+TIER_COLORS = {"device": "#2a7de1", "host": "#17a67a", "disk": "#e08a1e", "computed": "#9aa3ad"}
+
+
+def new_figure(rows: int, width: float = 9.0, height: float = 4.5) -> tuple[Any, Any]:
+    """A figure with `rows` axes, drawn without a display. Raises `ConfigError` where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError('needs matplotlib: pip install "tieredkv[plot]"', key="plot") from None
+    figure = Figure(figsize=(width, height * rows), layout="constrained")
+    return figure, figure.subplots(rows, 1, squeeze=False)[:, 0]
+
+
+def write_figure(figure: Any, path: Path) -> None:
+    """Write it as what the name's ending says. Raises `ConfigError` for an unknown ending or a place that refuses it."""
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot be written: {error}", key="plot", source=str(path)) from error
+
+
+def plot_simulation(path: Path, workload: Workload, outcomes: Sequence[Outcome]) -> None:
+    """Hit rate by capacity, one line per policy; with tiers, what each of them contributes."""
+    figure, (axes,) = new_figure(1)
+    finite = [o.blocks for o in outcomes if o.blocks != UNLIMITED]
+    most = max([*finite, workload.num_unique])
+    for policy in dict.fromkeys(o.policy for o in outcomes):
+        points = sorted((min(o.blocks, most), o.num_hits / workload.num_blocks) for o in outcomes if o.policy == policy)
+        axes.plot(*zip(*points, strict=True), marker="o", label=policy)
+    tiered = sorted((o for o in outcomes if len(o.hits) > 1), key=lambda o: o.blocks)
+    if tiered:
+        base = [0.0] * len(tiered)
+        positions = [min(o.blocks, most) for o in tiered]
+        for tier in tiered[0].hits:
+            top = [b + sum(o.hits[tier]) / workload.num_blocks for b, o in zip(base, tiered, strict=True)]
+            axes.fill_between(positions, base, top, alpha=0.35, label=tier.value, color=TIER_COLORS[tier.value])
+            base = top
+    axes.set_xscale("log")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(f"device capacity in blocks of {workload.block_size} tokens (rightmost: no limit)")
+    axes.set_ylabel("hit rate in blocks")
+    axes.set_title(f"{workload.source}: {len(workload.requests):,} requests, {workload.num_tokens:,} prompt tokens")
+    axes.grid(True, alpha=0.3)
+    axes.legend()
+    write_figure(figure, path)
