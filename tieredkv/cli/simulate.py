@@ -227,9 +227,9 @@ def _print_table(workload: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         + (f"; prefill without a cache: {rows[0]['prefill_s']:,.0f} s" if "prefill_s" in rows[0] else ""),
         title_justify="left",
     )
-    columns = ["policy", "blocks", "size", "hit rate", "tokens saved", "prefill saved"]
     tiered = "hit_rate_by_tier" in rows[0]
-    columns += ["device", "host", "disk", "spilled", "stored", "restored"] if tiered else []
+    what = ["device", "host", "disk", "spilled", "stored", "restored"] if tiered else ["tokens saved"]
+    columns = ["policy", "blocks", "size", "hit rate", *what, "prefill saved"]
     shown = [c for c in columns if not (c == "size" and "nbytes" not in rows[0])]
     shown = [c for c in shown if not (c == "prefill saved" and "saved_s" not in rows[0])]
     for column in shown:
