@@ -212,6 +212,11 @@ def _replay_through(workload: Workload, capacity: int, outcome: Outcome, workers
         for tier, count in ((t, getattr(sources, t.value)) for t in Tier):
             outcome.hits[tier].append(count)
         _finish(cache, sequence)
+        # What an engine does after each step, for as many steps as it takes; then what it does when idle.
+        tiers.work_ahead()
+        while tiers.busy:
+            turn()
+            tiers.work_ahead()
         while tiers.work_idle():
             turn()
     counts = tiers.spiller.counts

@@ -222,6 +222,7 @@ def _print_table(workload: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
     about = _about(workload)
     table = Table(
+        padding=(0, 1, 0, 0),
         title=f"{about['source']}: {about['requests']:,} requests, {about['blocks']:,} blocks of {about['block_size']} tokens, "
         f"{about['unique_blocks']:,} different ones"
         + (f"; prefill without a cache: {rows[0]['prefill_s']:,.0f} s" if "prefill_s" in rows[0] else ""),
@@ -233,7 +234,7 @@ def _print_table(workload: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     shown = [c for c in columns if not (c == "size" and "nbytes" not in rows[0])]
     shown = [c for c in shown if not (c == "prefill saved" and "saved_s" not in rows[0])]
     for column in shown:
-        table.add_column(column, justify="left" if column == "policy" else "right")
+        table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=" " not in column)
     for row in rows:
         cells = {
             "policy": row["policy"],
