@@ -1,7 +1,7 @@
-"""Which leaf of the host arena goes first: expired ones, then by priority, then by last use.
+"""Which leaf of the host arena goes first: by priority, then by last use. A priority that has expired is the ordinary one.
 
-Two heaps whose entries may be out of date; an entry counts only if it still describes its slot when it surfaces. So a
-use costs one push, nothing is ever searched for, and the heaps are built anew when they are mostly waste.
+Heaps whose entries may be out of date; an entry counts only if it still describes its slot when it surfaces. So a use
+costs one push, nothing is ever searched for, and the heaps are built anew when they are mostly waste.
 """
 
 from __future__ import annotations
@@ -11,43 +11,61 @@ from collections.abc import Collection, Sequence
 
 from tieredkv.storage.slots import Slot
 from tieredkv.storage.tier import NEVER
+from tieredkv.types import DEFAULT_PRIORITY
 
 _Entry = tuple[int, int, int]
 
 
 class EvictionQueue:
-    """The evictable among `slots`. Offer a slot whenever it has become evictable or its last use has changed."""
+    """The evictable among `slots`. Offer a slot whenever it has become evictable or its last use or priority has changed."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
         self._by_use: list[_Entry] = []
+        # Those above the ordinary priority are apart, because the lowest of them is asked for when there are too many.
+        self._retained: list[_Entry] = []
         self._by_expiry: list[_Entry] = []
 
     def offer(self, slot: Slot) -> None:
         """Note a slot; nothing happens if it is not evictable."""
-        if not slot.evictable:
-            return
-        heapq.heappush(self._by_use, _by_use(slot))
         if slot.expires_us != NEVER:
             heapq.heappush(self._by_expiry, _by_expiry(slot))
-        if len(self._by_use) > 2 * len(self._slots) + 16:
-            self._rebuild()
+            self._trim(self._by_expiry)
+        if slot.evictable:
+            heap = self._heap_of(slot)
+            heapq.heappush(heap, _by_use(slot))
+            self._trim(heap)
 
-    def take(self, protect: Collection[bytes], now_us: int) -> Slot | None:
+    def take(self, protect: Collection[bytes]) -> Slot | None:
         """The slot to evict next, whose hash is not in `protect`; it leaves the queue. None if there is none."""
-        return self._pop(self._by_expiry, protect, now_us) or self._pop(self._by_use, protect, None)
+        return self._pop(self._by_use, protect) or self._pop(self._retained, protect)
+
+    def take_retained(self) -> Slot | None:
+        """The slot that would go first of those above the ordinary priority; it leaves the queue."""
+        return self._pop(self._retained, ())
+
+    def take_expired(self, now_us: int) -> Slot | None:
+        """A slot whose priority has expired, evictable or not; None if there is none."""
+        while self._by_expiry and self._by_expiry[0][0] <= now_us:
+            entry = heapq.heappop(self._by_expiry)
+            slot = self._slots[entry[2]]
+            if slot.hash and slot.expires_us == entry[0]:
+                return slot
+        return None
 
     def __contains__(self, slot: Slot) -> bool:
         """Linear; for checks."""
-        return _by_use(slot) in self._by_use
+        return _by_use(slot) in self._heap_of(slot)
 
-    def _pop(self, heap: list[_Entry], protect: Collection[bytes], until: int | None) -> Slot | None:
-        key = _by_use if until is None else _by_expiry
+    def _heap_of(self, slot: Slot) -> list[_Entry]:
+        return self._retained if slot.priority > DEFAULT_PRIORITY else self._by_use
+
+    def _pop(self, heap: list[_Entry], protect: Collection[bytes]) -> Slot | None:
         spared, found = [], None
-        while found is None and heap and (until is None or heap[0][0] <= until):
+        while found is None and heap:
             entry = heapq.heappop(heap)
             slot = self._slots[entry[2]]
-            if not slot.evictable or key(slot) != entry:
+            if not slot.evictable or _by_use(slot) != entry:
                 continue
             if slot.hash in protect:
                 spared.append(entry)
@@ -57,12 +75,15 @@ class EvictionQueue:
             heapq.heappush(heap, entry)
         return found
 
-    def _rebuild(self) -> None:
-        evictable = [slot for slot in self._slots if slot.evictable]
-        self._by_use = [_by_use(slot) for slot in evictable]
-        self._by_expiry = [_by_expiry(slot) for slot in evictable if slot.expires_us != NEVER]
-        heapq.heapify(self._by_use)
-        heapq.heapify(self._by_expiry)
+    def _trim(self, heap: list[_Entry]) -> None:
+        """Build a heap anew when it is mostly waste."""
+        if len(heap) <= 2 * len(self._slots) + 16:
+            return
+        if heap is self._by_expiry:
+            heap[:] = [_by_expiry(slot) for slot in self._slots if slot.hash and slot.expires_us != NEVER]
+        else:
+            heap[:] = [_by_use(slot) for slot in self._slots if slot.evictable and self._heap_of(slot) is heap]
+        heapq.heapify(heap)
 
 
 def _by_use(slot: Slot) -> _Entry:
@@ -70,4 +91,4 @@ def _by_use(slot: Slot) -> _Entry:
 
 
 def _by_expiry(slot: Slot) -> _Entry:
-    return (slot.expires_us, slot.last_use, slot.id)
+    return (slot.expires_us, 0, slot.id)

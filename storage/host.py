@@ -10,9 +10,10 @@ with the holders' own count finds every leak.
 Knows hashes and bytes, no tokens, no devices, no disk. Threads: the arena belongs to the engine thread. Loader and
 writer threads see a hash and a slot's view, nothing else, while the engine thread holds the reservation or the lease.
 
-Evicts like the disk tier: leaves only, expired ones first, then by priority, then by last use; a parent left without
+Evicts like the disk tier: leaves only, by priority, then by last use, and none that is kept; a parent left without
 children inherits their last use. Unlike there, a block's parent need not be resident, since the device holds it often
-enough; a block evicted from here is never the parent of one that stays.
+enough; a block evicted from here is never the parent of one that stays. Of the blocks above the ordinary priority only
+`retained_limit` stay ahead of the others: what would go first among them becomes an ordinary one.
 """
 
 from __future__ import annotations
@@ -62,6 +63,11 @@ class HostArena:
         self._by_hash: dict[bytes, Slot] = {}
         self._children: dict[bytes, int] = {}
         self._queue = EvictionQueue(self._slots)
+        self._kept: set[bytes] = set()
+        self.retained_limit = self.num_slots
+        self.num_retained = 0
+        self.num_kept = 0
+        """Blocks here that are kept; `num_retained` those above the ordinary priority."""
         self._num_ready = 0
         self._num_uses = 0
         self._num_evictions = 0
@@ -69,6 +75,11 @@ class HostArena:
         self._num_refused = 0
 
     # -- facts ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_keepable(self) -> int:
+        """Slots that pins may take at most: some must stay for blocks that pass through."""
+        return max(self.num_slots - MIN_STAGING_SLOTS, 0) if self.keeps else 0
 
     @property
     def capacity_nbytes(self) -> int:
@@ -139,7 +150,7 @@ class HostArena:
             slot = self._by_hash.get(block_hash)
             if slot is not None:
                 self._use(slot)
-                self._queue.offer(slot)
+                self._offer(slot)
 
     # -- filling and emptying ------------------------------------------------------------------------------------------
 
@@ -155,12 +166,13 @@ class HostArena:
     ) -> Reservation | None:
         """A slot for a block that is not here, evicting if need be but nothing in `protect`, nor the block's parent.
 
-        None if the block is here already, or is being filled, or if every slot is in use.
+        None if the block is here already, or is being filled, or if every slot is in use or kept.
         """
         if block_hash in self._by_hash:
             return None
         if not self._free_ids:
-            victim = self._queue.take({*protect, parent}, self._clock_us())
+            self.expire()
+            victim = self._queue.take({*protect, parent})
             if victim is None:
                 self._num_refused += 1
                 return None
@@ -169,10 +181,58 @@ class HostArena:
         slot = self._slots[self._free_ids.pop()]
         slot.state, slot.hash, slot.parent, slot.depth = SlotState.WRITING, block_hash, parent, depth
         slot.priority, slot.expires_us, slot.forgotten = priority, expires_us, False
+        slot.kept = block_hash in self._kept
         slot.num_leases, slot.num_children = 0, self._children.get(block_hash, 0)
         self._by_hash[block_hash] = slot
         self._adopt(slot, +1)
         return Reservation(self, slot)
+
+    def keep(self, block_hash: bytes) -> None:
+        """Never evict the block with this hash, now or once it is here, until `unkeep`."""
+        if block_hash not in self._kept:
+            self._kept.add(block_hash)
+            self._set_kept(block_hash, kept=True)
+
+    def unkeep(self, block_hash: bytes) -> None:
+        if block_hash in self._kept:
+            self._kept.remove(block_hash)
+            self._set_kept(block_hash, kept=False)
+
+    def is_kept(self, block_hash: bytes) -> bool:
+        """Whether a block with this hash is, or would be, kept."""
+        return block_hash in self._kept
+
+    def _set_kept(self, block_hash: bytes, *, kept: bool) -> None:
+        slot = self._by_hash.get(block_hash)
+        if slot is not None:
+            slot.kept = kept
+            if slot.state is SlotState.READY:
+                self.num_kept += 1 if kept else -1
+                self._queue.offer(slot)
+
+    def retain(self, block_hash: bytes, priority: int, expires_us: int) -> None:
+        """Give a block that is here another priority (0 to 100), until `expires_us`."""
+        slot = self._by_hash.get(block_hash)
+        if slot is not None:
+            self._set_priority(slot, priority, expires_us)
+
+    def expire(self) -> None:
+        """Make ordinary again what was retained until now."""
+        now_us = self._clock_us()
+        while (slot := self._queue.take_expired(now_us)) is not None:
+            self._set_priority(slot, DEFAULT_PRIORITY, NEVER)
+
+    def _set_priority(self, slot: Slot, priority: int, expires_us: int) -> None:
+        self.num_retained -= slot.retained
+        slot.priority, slot.expires_us = priority, expires_us
+        self.num_retained += slot.retained
+        self._offer(slot)
+
+    def _offer(self, slot: Slot) -> None:
+        """Put a slot where it belongs in the order of eviction, and hold the retained ones to their limit."""
+        self._queue.offer(slot)
+        while self.num_retained > self.retained_limit and (least := self._queue.take_retained()) is not None:
+            self._set_priority(least, DEFAULT_PRIORITY, NEVER)
 
     def remove(self, block_hash: bytes) -> bool:
         """Forget a READY block; its slot is free once the last lease ends. False if it is not here."""
@@ -204,6 +264,8 @@ class HostArena:
         slot.num_leases = 1
         self._num_ready += 1
         self._num_stored += 1
+        self.num_kept += slot.kept
+        self.num_retained += slot.retained
         self._use(slot)
         return Lease(self, slot)
 
@@ -222,7 +284,7 @@ class HostArena:
         elif not self.keeps:
             self._evict(slot)
         else:
-            self._queue.offer(slot)
+            self._offer(slot)
 
     def _evict(self, slot: Slot) -> None:
         block_hash = slot.hash
@@ -233,6 +295,8 @@ class HostArena:
         """From READY to FREE, by way of the last lease if there is one."""
         self._unlink(slot)
         self._num_ready -= 1
+        self.num_kept -= slot.kept
+        self.num_retained -= slot.retained
         slot.forgotten = True
         if not slot.num_leases:
             self._free(slot)
@@ -240,6 +304,7 @@ class HostArena:
     def _free(self, slot: Slot) -> None:
         slot.state, slot.hash, slot.parent, slot.forgotten = SlotState.FREE, b"", b"", False
         slot.num_children = slot.num_leases = 0
+        slot.priority, slot.expires_us, slot.kept = DEFAULT_PRIORITY, NEVER, False
         self._free_ids.append(slot.id)
 
     def _unlink(self, slot: Slot) -> None:
@@ -259,7 +324,7 @@ class HostArena:
             parent.num_children = number
             if delta < 0:
                 parent.last_use = max(parent.last_use, slot.last_use)
-                self._queue.offer(parent)
+                self._offer(parent)
 
     def _use(self, slot: Slot) -> None:
         self._num_uses += 1
@@ -285,8 +350,13 @@ class HostArena:
                 raise InvariantError(f"slot {slot.id} could be evicted but is not in the queue")
         if any(s.forgotten and not s.num_leases for s in self._slots):
             raise InvariantError("a forgotten slot without leases is not free")
-        if self._num_ready != len([s for s in by_state[SlotState.READY] if not s.forgotten]):
+        ready = [s for s in by_state[SlotState.READY] if not s.forgotten]
+        if self._num_ready != len(ready):
             raise InvariantError("the count of blocks is wrong")
+        if any(s.kept != (s.hash in self._kept) for s in findable.values()):
+            raise InvariantError("the marks of kept blocks are wrong")
+        if self.num_kept != sum(s.kept for s in ready) or self.num_retained != sum(s.retained for s in ready):
+            raise InvariantError("the counts of kept and retained blocks are wrong")
         leased = sum(s.num_leases for s in self._slots)
         if num_leases is not None and leased != num_leases:
             raise InvariantError(f"{leased} leases in the arena, {num_leases} held")

@@ -26,7 +26,8 @@ class SlotState(enum.Enum):
 class Slot:
     """One place in the arena and the block in it. `hash` is empty while FREE; `last_use` counts uses, not time.
 
-    `forgotten` marks a block that was removed while it was leased: not findable, freed with the last lease.
+    `kept` marks a block that a pin keeps. `priority` is the ordinary one again from `expires_us` on. `forgotten` marks a
+    block that was removed while it was leased: not findable, freed with the last lease.
     """
 
     id: int
@@ -40,10 +41,17 @@ class Slot:
     expires_us: int = NEVER
     last_use: int = 0
     forgotten: bool = False
+    kept: bool = False
 
     @property
     def evictable(self) -> bool:
-        return self.state is SlotState.READY and not (self.num_leases or self.num_children or self.forgotten)
+        return self.state is SlotState.READY and not (
+            self.num_leases or self.num_children or self.forgotten or self.kept
+        )
+
+    @property
+    def retained(self) -> bool:
+        return self.priority > DEFAULT_PRIORITY and self.state is SlotState.READY and not self.forgotten
 
 
 class SlotOwner(Protocol):

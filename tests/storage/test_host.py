@@ -12,6 +12,7 @@ from tieredkv.errors import InvariantError, StorageError
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.memory import REGISTER_CHUNK_NBYTES, PinnedMemory, PlainMemory
 from tieredkv.storage.slots import Lease, Reservation
+from tieredkv.storage.tier import NEVER
 
 NBYTES = 5000
 SLOT_NBYTES = 8192
@@ -77,18 +78,53 @@ def test_a_parent_inherits_the_use_of_a_removed_child():
     assert name("b", 0) not in arena
 
 
-def test_expired_then_low_priority_blocks_go_first():
+def test_low_priorities_go_first_and_expired_ones_are_ordinary_again():
     now_us = [0]
-    arena = make_arena(4, clock_us=lambda: now_us[0])
+    arena = make_arena(5, clock_us=lambda: now_us[0])
     store(arena, name("lent", 0), b"", 0, expires_us=10, priority=90)
     store(arena, name("precious", 0), b"", 0, priority=90)
     store(arena, name("plain", 0), b"", 0)
     store(arena, name("cheap", 0), b"", 0, priority=1)
+    store(arena, name("soon dear", 0), b"", 0, priority=1, expires_us=10)
     now_us[0] = 10
-    for i, gone in enumerate(("lent", "cheap", "plain")):
+    # The two that expired are as old as they are.
+    for i, gone in enumerate(("cheap", "lent", "plain", "soon dear")):
+        assert name(gone, 0) in arena
         store(arena, name("new", i), b"", 0, priority=80)
         assert name(gone, 0) not in arena
     assert name("precious", 0) in arena
+    arena.check_integrity(num_leases=0, num_reservations=0)
+
+
+def test_kept_blocks_stay_until_they_are_not_kept():
+    arena = make_arena(4)
+    arena.keep(name("a", 1))
+    store_chain(arena, "a", 2)
+    store_chain(arena, "b", 2)
+    arena.keep(name("b", 1))
+    assert arena.num_kept == 2
+    assert arena.begin(name("c", 0), b"", 0) is None
+    arena.unkeep(name("a", 1))
+    store_chain(arena, "c", 2)
+    assert arena.longest_prefix(hashes("a", 2)) == 0
+    assert arena.longest_prefix(hashes("b", 2)) == 2
+    assert arena.remove(name("b", 1))
+    assert arena.num_kept == 0
+    arena.check_integrity(num_leases=0, num_reservations=0)
+
+
+def test_more_than_the_limit_is_not_retained():
+    arena = make_arena(6)
+    arena.retained_limit = 2
+    for i in range(4):
+        store(arena, name("dear", i), b"", 0, priority=60)
+    assert arena.num_retained == 2
+    arena.retain(name("dear", 0), 70, NEVER)
+    assert arena.num_retained == 2
+    for i in range(4):
+        store(arena, name("plain", i), b"", 0)
+    assert [name("dear", i) in arena for i in range(4)] == [True, False, False, True]
+    arena.check_integrity(num_leases=0, num_reservations=0)
 
 
 def test_what_is_protected_or_a_parent_is_not_evicted():
