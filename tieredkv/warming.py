@@ -75,10 +75,13 @@ class WarmPrompt:
 
 @dataclass(frozen=True, slots=True)
 class DeferredPrompt:
-    """A prompt that is made when its turn comes: `load` runs in a thread and may raise `TieredKVError`."""
+    """A prompt that is made when its turn comes: `load` runs in a thread and may raise `TieredKVError`. `number` is its line in
+    the file that it comes from, 0 without one.
+    """
 
     pin: bool
     load: Callable[[], WarmPrompt]
+    number: int = 0
 
 
 class OutputStream(Protocol):
