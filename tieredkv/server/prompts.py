@@ -21,6 +21,8 @@ MAX_PROMPTS = 1024
 _THREAD_CHARS = 4096
 # What a message costs a template besides its text.
 _MESSAGE_CHARS = 100
+# What chats may go on with: begins differently, so that no word of it is taken for a part of the beginning.
+_PROBES = ("Why?", "7 + 5")
 T = TypeVar("T")
 
 
@@ -153,6 +155,36 @@ async def encode_messages(
     if not ids:
         raise RequestError("'messages' make an empty prompt.", param="messages")
     return Prompt(ids)
+
+
+def encode_beginning(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]:
+    """The longest beginning that all chats share that start with these messages, as token ids: what is worth computing ahead.
+
+    It is found by rendering continuations and keeping what they have in common. After a user's message that is these
+    messages alone, answered, and two chats that go on after different answers; otherwise two chats whose user asks different
+    things next. So it holds whatever the template does with the end of a conversation, and is never part of what follows.
+    Raises `RequestError` on `messages`, also where nothing is shared.
+    """
+    ends_with_user = messages[-1]["role"] == "user"
+    renderings: list[list[int]] = []
+    refusal: RequestError | None = None
+    if ends_with_user:
+        renderings.append(tokenizer.apply_chat_template(messages))
+    for probe in _PROBES:
+        follow_up = {"role": "user", "content": probe}
+        more = [{"role": "assistant", "content": probe}, follow_up] if ends_with_user else [follow_up]
+        try:
+            renderings.append(tokenizer.apply_chat_template([*messages, *more]))
+        except RequestError as error:
+            # A template that takes one question only: then there is nothing but the messages themselves.
+            refusal = error
+    if not renderings and refusal is not None:
+        raise refusal
+    shortest = min(renderings, key=len)
+    length = next((i for i, ids in enumerate(zip(*renderings, strict=False)) if len(set(ids)) > 1), len(shortest))
+    if not length:
+        raise RequestError("'messages' share no beginning with the chats that they start.", param="messages")
+    return shortest[:length]
 
 
 async def _off_loop(num_chars: int, work: Callable[[], T]) -> T:
