@@ -32,6 +32,7 @@ from tieredkv.transfer import ThreadCopyEngine
 
 if TYPE_CHECKING:
     from tieredkv.model_runner import ModelRunner
+    from tieredkv.models import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +44,9 @@ _CPU_HOST_MOST_NBYTES = 4 * 1024**3
 _STAGING_NBYTES = 64 * 1024**2
 
 
-def load_runner(config: Config, progress: Progress | None = None) -> ModelRunner:
-    """Load the model, size the pool, and compare the whole path with stock transformers on a short prompt; takes seconds.
+def load_runner(config: Config, progress: Progress | None = None, loaded: LoadedModel | None = None) -> ModelRunner:
+    """Load the model (unless it is `loaded` already), size the pool, and compare the whole path with stock transformers on a
+    short prompt; takes seconds.
 
     Raises `ConfigError` or `UnsupportedModelError`.
     """
@@ -52,7 +54,7 @@ def load_runner(config: Config, progress: Progress | None = None) -> ModelRunner
     from tieredkv.models import load_model
 
     report = progress or (lambda stage, fraction: None)
-    loaded = load_model(config.model, config.cache.block_size, progress)
+    loaded = loaded or load_model(config.model, config.cache.block_size, progress)
     report("Preparing the model", 0.92)
     runner = ModelRunner(loaded, config)
     report("Comparing with stock transformers", 0.95)

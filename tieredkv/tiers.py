@@ -81,6 +81,7 @@ class Tiers:
         self._timeout_s = timeout_s
         # Of requests that wait.
         self._lookups: dict[Lookup, None] = {}
+        self.lookup_timeout_s = _LOOKUP_TIMEOUT_S
         self.num_lookup_timeouts = 0
         self.spiller = Spiller(pool, copies, host, disk, clock, max_storing=max(host.num_slots // 2, 1))
         self.restorer = Restorer(
@@ -102,7 +103,7 @@ class Tiers:
         """
         if self.disk is None or all(self._is_near(h) for h in hashes):
             return Lookup(hashes, 0.0, length=0)
-        lookup = Lookup(hashes, self._clock() + _LOOKUP_TIMEOUT_S)
+        lookup = Lookup(hashes, self._clock() + self.lookup_timeout_s)
         if self.disk.lookup(hashes, lookup):
             self._lookups[lookup] = None
         else:

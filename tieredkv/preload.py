@@ -1,0 +1,331 @@
+"""Preloading: prompts computed straight into a store, without a server. First a plan, then the work.
+
+    prompts --plan--> entries in the order of their prefix tree --compute--> EngineCore --> disk tier
+
+The order is that of a walk through the tree of all prompts, so a shared prefix is computed once and is the last thing used
+while its branches are computed, however small the pool. What is stored already is brought up, never computed. Blocks go to
+disk while the next ones are computed, and at most `UNSAVED_NBYTES` of them wait: that is what a kill can cost.
+
+Knows the core and hashes; no files, no text, no terminal. A plan keeps 8 bytes per block and no tokens: each prompt is made
+again when it is computed. Invariants: a block is computed at most once; what is reported as stored was found in the store.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from tieredkv import hashing
+from tieredkv.config import Config
+from tieredkv.core import EngineCore
+from tieredkv.errors import ConfigError, StorageError, TieredKVError
+from tieredkv.reports import PinReport
+from tieredkv.types import EngineOutput, EngineRequest, FinishReason, SamplingParams, Tier
+from tieredkv.warming import DeferredPrompt, WarmPrompt, pin
+
+UNSAVED_NBYTES = 64 * 1024**2
+MOST_AT_ONCE = 16
+PATIENCE_S = 60.0
+"""Longest time for lookups, restores and for a save that gets nowhere: nobody waits for an answer here."""
+FULL_AFTER_S = 5.0
+"""How long a store may refuse blocks before it counts as full."""
+_KEY_NBYTES = 8
+_POLL_S = 0.01
+_SAVE_STEP_S = 1.0
+
+LookUp = Callable[[Sequence[bytes]], int]
+"""How many of a chain's hashes, from the first on, are stored."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One prompt of a plan. Counts are of full blocks: in all, stored before, shared with the entry before it.
+
+    `key` holds the first 8 bytes of each block's hash, `last_hash` the last one's; both empty for a prompt below a block.
+    """
+
+    source: DeferredPrompt
+    name: str | None
+    pin: bool
+    ttl_s: float | None
+    tier: Tier | None
+    num_tokens: int
+    num_blocks: int
+    key: bytes
+    last_hash: bytes
+    num_stored: int
+    num_shared: int = 0
+    fits: bool = True
+    error: str | None = None
+
+    @property
+    def num_new(self) -> int:
+        """Blocks that computing this entry adds, those before it being done."""
+        return self.num_blocks - max(self.num_stored, self.num_shared)
+
+
+@dataclass(slots=True)
+class Plan:
+    """What there is to do, in order."""
+
+    block_size: int
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def num_unique_blocks(self) -> int:
+        return sum(entry.num_blocks - entry.num_shared for entry in self.entries)
+
+    @property
+    def num_stored_blocks(self) -> int:
+        return sum(max(entry.num_stored - entry.num_shared, 0) for entry in self.entries)
+
+    @property
+    def num_new_blocks(self) -> int:
+        return sum(entry.num_new for entry in self.entries)
+
+    def admit(self, num_blocks: int) -> None:
+        """Mark what fits a store with room for `num_blocks` in all: pinned prompts first, then in the order of the file. A
+        prompt that does not fit is left out as a whole; a later, shorter one may still fit.
+        """
+        if self.num_unique_blocks <= num_blocks:
+            return
+        kept: set[bytes] = set()
+        for entry in sorted(self.entries, key=lambda e: (not e.pin, e.source.number)):
+            keys = [entry.key[i : i + _KEY_NBYTES] for i in range(0, len(entry.key), _KEY_NBYTES)]
+            # Equal keys at another place of another chain are as good as impossible, and would cost a block's room.
+            missing = [key for key in keys if key not in kept]
+            entry.fits = len(kept) + len(missing) <= num_blocks
+            if entry.fits:
+                kept.update(missing)
+
+
+def make_plan(
+    prompts: Iterable[DeferredPrompt],
+    *,
+    namespace: bytes,
+    block_size: int,
+    max_model_len: int,
+    look_up: LookUp,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Plan:
+    """Read all prompts once. Raises `ConfigError` for one that cannot be read, or is too long to be served."""
+    plan = Plan(block_size)
+    for number, source in enumerate(prompts, 1):
+        prompt = source.load()
+        num_tokens = len(prompt.token_ids)
+        if num_tokens >= max_model_len:
+            raise ConfigError(
+                f"line {source.number}: the prompt has {num_tokens} tokens and the model's context {max_model_len}, of which "
+                "one must be left for the answer"
+            )
+        chain = _chain(prompt, namespace, block_size)
+        plan.entries.append(
+            Entry(
+                source,
+                prompt.name,
+                prompt.pin,
+                prompt.ttl_s,
+                prompt.tier,
+                num_tokens,
+                len(chain),
+                b"".join(block_hash[:_KEY_NBYTES] for block_hash in chain),
+                chain[-1] if chain else b"",
+                look_up(chain) if chain else 0,
+            )
+        )
+        progress(number)
+    plan.entries.sort(key=lambda entry: entry.key)
+    for before, entry in itertools.pairwise(plan.entries):
+        entry.num_shared = _num_common(before.key, entry.key)
+    return plan
+
+
+def _chain(prompt: WarmPrompt, namespace: bytes, block_size: int) -> list[bytes]:
+    chain: list[bytes] = []
+    root = hashing.root_hash(namespace, prompt.tenant)
+    hashing.extend_chain(chain, root, prompt.token_ids, block_size, len(prompt.token_ids) // block_size)
+    return chain
+
+
+def _num_common(a: bytes, b: bytes) -> int:
+    most = min(len(a), len(b)) // _KEY_NBYTES
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[: middle * _KEY_NBYTES] == b[: middle * _KEY_NBYTES] else (low, middle - 1)
+    return low
+
+
+def settings_for(config: Config) -> Config:
+    """`config` as preloading needs it: whatever is stored is brought up, however long that takes."""
+    return replace(
+        config,
+        tiers=replace(config.tiers, restore="always", restore_timeout=PATIENCE_S),
+        scheduler=replace(config.scheduler, single_flight_timeout=PATIENCE_S * 60),
+    )
+
+
+@dataclass(slots=True)
+class Progress:
+    """So far: tokens of the plan's full blocks done and computed, blocks and payload bytes that the disk has taken."""
+
+    num_tokens: int = 0
+    num_tokens_done: int = 0
+    num_tokens_computed: int = 0
+    num_blocks_saved: int = 0
+    nbytes_saved: int = 0
+    seconds: float = 0.0
+
+
+class Preloader:
+    """Computes entries of a plan on a core with a disk tier, in the calling thread. `report` is called after each step."""
+
+    def __init__(
+        self, core: EngineCore, block_nbytes: int, report: Callable[[Progress], None] = lambda _: None
+    ) -> None:
+        """Raises `StorageError` if the store cannot be used."""
+        tiers = core.tiers
+        if tiers is None or tiers.disk is None:
+            raise StorageError("there is no disk tier to preload into")
+        if tiers.disk.fault is not None:
+            raise StorageError(tiers.disk.fault)
+        tiers.lookup_timeout_s = PATIENCE_S
+        self.progress = Progress()
+        self.problem: str | None = None
+        self._core = core
+        self._tiers = tiers
+        self._block_nbytes = block_nbytes
+        self._report = report
+        self._began_s = time.monotonic()
+        self._running: dict[str, Entry] = {}
+        self._counter = itertools.count()
+        self._most_unsaved = max(min(UNSAVED_NBYTES // block_nbytes, core.pool.num_usable // 4), 1)
+
+    def pin(self, entries: Iterable[Entry]) -> list[PinReport]:
+        """Pin prompts before they are computed. One that is pinned already under the same name stays as it is, but for its
+        time to live, which begins anew.
+        """
+        pins = self._core.pins
+        known = {(report.prefix, report.name): report for report in pins.list(scope=None)}
+        reports = []
+        for entry in entries:
+            if not entry.last_hash:
+                continue
+            before = known.get((entry.last_hash.hex(), entry.name))
+            if before is not None and before.expires_s is None and entry.ttl_s is None:
+                reports.append(before)
+                continue
+            if before is not None:
+                pins.unpin(before.id, scope=None)
+            reports.append(pin(self._core, entry.source.load()))
+        return reports
+
+    def run(self, entries: Sequence[Entry]) -> None:
+        """Compute the entries in order and save everything. Stops early, with `problem` set, when the store takes no more."""
+        self.progress.num_tokens += sum(entry.num_blocks for entry in entries) * self._core.block_size
+        self._began_s = time.monotonic() - self.progress.seconds
+        for entry in entries:
+            self._make_room(entry)
+            if self.problem is not None:
+                break
+            self._submit(entry, entry.source.load())
+        self._drain()
+        self._save()
+
+    def _submit(self, entry: Entry, prompt: WarmPrompt) -> None:
+        core, length = self._core, entry.num_blocks * self._core.block_size
+        # One token behind the blocks, because a request's last token is always computed, and its whole block with it.
+        token_ids = list(prompt.token_ids[: length + 1])
+        if len(token_ids) == length:
+            token_ids.append(token_ids[-1])
+        if len(token_ids) >= core.max_model_len:
+            del token_ids[length:]
+        request_id = f"preload-{next(self._counter)}"
+        request = EngineRequest(
+            request_id,
+            token_ids,
+            SamplingParams(temperature=0.0, max_tokens=1),
+            prompt.tenant,
+            arrival_s=time.monotonic(),
+            owner=prompt.owner,
+            prefix_name=prompt.name,
+        )
+        try:
+            core.add(request)
+        except TieredKVError as error:
+            entry.error = str(error)
+            return
+        self._running[request_id] = entry
+
+    def _make_room(self, entry: Entry) -> None:
+        """Step until another prompt can go in without an unsaved block having to go for it."""
+        wanted = entry.num_blocks + 1
+        while self._running and (
+            len(self._running) >= MOST_AT_ONCE
+            or sum(running.num_blocks + 1 for running in self._running.values()) + wanted
+            > self._core.pool.num_usable // 2
+        ):
+            self._step()
+        unsaved = self._tiers.spiller.num_unsaved
+        if unsaved > self._most_unsaved or (unsaved and unsaved + wanted > self._core.pool.num_free):
+            self._drain()
+            self._save()
+
+    def _drain(self) -> None:
+        while self._core.has_work:
+            self._step()
+
+    def _step(self) -> None:
+        for output in self._core.step():
+            self._take(output)
+        # Copies and the writer work while the next step computes.
+        self._tiers.work_idle()
+        if self._core.is_stalled:
+            self._core.wait(_POLL_S)
+        self._tell()
+
+    def _take(self, output: EngineOutput) -> None:
+        if output.finish_reason is None:
+            return
+        entry = self._running.pop(output.request_id)
+        if output.finish_reason is FinishReason.ERROR:
+            entry.error = output.error or "the engine failed"
+            return
+        block_size = self._core.block_size
+        self.progress.num_tokens_done += entry.num_blocks * block_size
+        self.progress.num_tokens_computed += output.sources.computed // block_size * block_size
+
+    def _save(self) -> None:
+        """Bring everything to the store; sets `problem` when that gets nowhere. Only while nothing runs."""
+        spiller = self._tiers.spiller
+        unsaved, refused = spiller.num_unsaved, spiller.counts.refused_by_disk
+        progress_s = time.monotonic()
+        while not self._core.flush(_SAVE_STEP_S):
+            if spiller.num_unsaved < unsaved:
+                unsaved, progress_s = spiller.num_unsaved, time.monotonic()
+            # Refused blocks are sent again, with pauses, because a parent may have come too late or a fault be over.
+            patience_s = FULL_AFTER_S if spiller.counts.refused_by_disk > refused else PATIENCE_S
+            if time.monotonic() - progress_s > patience_s:
+                fault = self._tiers.disk.fault if self._tiers.disk is not None else None
+                self.problem = fault or f"the store takes no more: {spiller.num_unsaved} blocks are left"
+                return
+            self._core.wait(_POLL_S)
+            self._tell()
+        self._tell()
+
+    def _tell(self) -> None:
+        saved = self._tiers.spiller.counts.to_disk
+        self.progress.num_blocks_saved = saved
+        self.progress.nbytes_saved = saved * self._block_nbytes
+        self.progress.seconds = time.monotonic() - self._began_s
+        self._report(self.progress)
+
+
+def num_stored_blocks(entry: Entry, namespace: bytes, block_size: int, look_up: LookUp) -> int:
+    """How many of an entry's blocks a store holds now."""
+    if not entry.last_hash or look_up([entry.last_hash]):
+        # Residency is closed under parents.
+        return entry.num_blocks
+    return look_up(_chain(entry.source.load(), namespace, block_size))
