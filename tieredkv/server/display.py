@@ -54,11 +54,17 @@ class LoadProgress:
         self._stage = stage
 
 
-def print_summary(console: Console, engine: Engine, names: Sequence[str], address: Sequence[Any]) -> None:
-    """The start-up table."""
+def _url(address: Sequence[Any]) -> str:
+    host, port = address[0], address[1]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def print_summary(
+    console: Console, engine: Engine, names: Sequence[str], address: Sequence[Any], admin_address: Sequence[Any]
+) -> None:
+    """The start-up table. The addresses are those of the sockets for requests and for the admin API."""
     block_size = engine.config.cache.block_size
     pool_nbytes = engine.num_blocks * engine.layout.block_nbytes
-    host, port = address[0], address[1]
     table = Table(title=f"TieredKV {__version__}", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -71,7 +77,8 @@ def print_summary(console: Console, engine: Engine, names: Sequence[str], addres
         ("tokens that fit", f"{(engine.num_blocks - 1) * block_size:,}"),
         ("pool", format_size(pool_nbytes)),
         *((f"{tier} tier", text) for tier, text in engine.describe_tiers()),
-        ("address", f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"),
+        ("admin", f"{_url(admin_address)}/admin/ui"),
+        ("address", _url(address)),
     ):
         table.add_row(name, value)
     # A reader of the other end of a closed pipe is no reason not to serve.

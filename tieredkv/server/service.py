@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,6 +17,7 @@ from starlette.responses import Response
 from tieredkv.config import Config
 from tieredkv.errors import CapacityError, RequestError
 from tieredkv.hashing import owner_label, tenant_salt
+from tieredkv.server.admin.followers import Followers
 from tieredkv.server.body import read_json
 from tieredkv.server.errors import JSONResponse
 from tieredkv.server.face import Engine
@@ -27,15 +28,23 @@ from tieredkv.server.sse import EventStream, until_disconnect
 from tieredkv.server.writer import Writer
 from tieredkv.types import SamplingParams
 
+if TYPE_CHECKING:
+    from tieredkv.admin import Admin
+
 BodyT = TypeVar("BodyT", bound=Body)
 RETRY_AFTER_DRAIN_S = 10
 
 
 class Service:
-    """The state of the application. `draining` is set once, when the process was told to stop."""
+    """The state of the application. `draining` is set once, when the process was told to stop. `admin` is None where there is
+    no admin API.
+    """
 
-    def __init__(self, engine: Engine, config: Config) -> None:
+    def __init__(self, engine: Engine, config: Config, admin: Admin | None = None) -> None:
         self.engine = engine
+        self.admin = admin
+        self.api_keys = config.server.api_key
+        self.followers = Followers()
         self.names = config.model.served_model_name or (engine.model_name,)
         self.created = int(time.time())
         self.draining = False
