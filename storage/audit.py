@@ -3,7 +3,7 @@
 Knows the rows and the records, not how they came to be. `verify_store` compares everything with everything:
 
     payload and header checksums      header = meta           parent resident, one depth less, same root and namespace
-    number of children = counted      recency = leaves without a pin      pins only on blocks      counters = recounted
+    number of children = counted      recency = leaves without a pin      counts of pins, counters = recounted
 
 Payloads are read in many short transactions, so that a store in use stays usable; the rows are compared in one.
 """
@@ -16,9 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tieredkv.storage.environment import StoreEnvironment
-from tieredkv.storage.index import NAMESPACE_KEY, STATE_KEY, Row, State, record_cost
+from tieredkv.storage.index import NAMESPACE_KEY, PIN_KEY, STATE_KEY, Row, State, record_cost
 from tieredkv.storage.medium import Medium
 from tieredkv.storage.opening import Txn
+from tieredkv.storage.pins import PinRecord
 from tieredkv.storage.record import HEADER_NBYTES, BadRecordError, Header, check_record
 
 RECORDS_PER_TXN = 16
@@ -28,7 +29,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class Report:
-    """What an audit found. `problems` holds the first hundred, for people; `num_problems` counts all of them."""
+    """What an audit found. `problems` holds the first hundred, for people; `num_problems` counts all of them. `bad` are the
+    blocks whose records cannot be believed, `num_row_problems` counts contradictions between rows. `stopped` tells that the
+    audit ended early, after `num_blocks` blocks.
+    """
 
     num_blocks: int = 0
     num_bytes_checked: int = 0
@@ -36,10 +40,13 @@ class Report:
     problems: list[str] = field(default_factory=list)
     num_removed: int = 0
     repaired: bool = False
+    bad: set[bytes] = field(default_factory=set)
+    num_row_problems: int = 0
+    stopped: bool = False
 
     @property
     def ok(self) -> bool:
-        return not self.num_problems
+        return not self.num_problems and not self.stopped
 
     def add(self, problem: str) -> None:
         self.num_problems += 1
@@ -85,25 +92,39 @@ class _Snapshot:
     unreadable: set[bytes]
     stored: set[bytes]
     pins: dict[bytes, int]
+    wanted: Counter[bytes]
+    unreadable_pins: set[bytes]
     recency: set[bytes]
     state: State
 
 
 def verify_store(
-    env: StoreEnvironment, *, repair: bool = False, progress: Progress | None = None, capacity_nbytes: int = 0
+    env: StoreEnvironment,
+    *,
+    repair: bool = False,
+    progress: Progress | None = None,
+    capacity_nbytes: int = 0,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Report:
     """Audit the store; with `repair` delete bad blocks with all behind them and write the rows anew (see `rebuild`).
 
-    `progress(done, total)` counts blocks. Raises `StorageError` if the store cannot be read (or written, to repair it).
+    `progress(done, total)` counts blocks; the audit ends early when `stop()`, asked every few blocks. Raises
+    `StorageError` if the store cannot be read (or written, to repair it).
     """
     report = Report()
-    bad = _check_records(env, report, progress)
+    bad = _check_records(env, report, progress, stop)
+    if report.stopped:
+        report.bad = bad
+        return report
     with env.reading() as txn:
         snapshot = _snapshot(txn, env.medium)
     report.num_blocks = len(snapshot.rows)
     # A record that another process has replaced or removed since it was read is no concern any more.
     bad &= snapshot.stored
+    report.bad = bad
+    num_record_problems = report.num_problems
     _check_rows(snapshot, bad, report)
+    report.num_row_problems = report.num_problems - num_record_problems
     if repair and not report.ok:
         with env.writing() as txn:
             report.num_removed = rebuild(txn, env.medium, bad, capacity_nbytes=capacity_nbytes)
@@ -111,7 +132,9 @@ def verify_store(
     return report
 
 
-def _check_records(env: StoreEnvironment, report: Report, progress: Progress | None) -> set[bytes]:
+def _check_records(
+    env: StoreEnvironment, report: Report, progress: Progress | None, stop: Callable[[], bool]
+) -> set[bytes]:
     bad: set[bytes] = set()
     start, total, done = b"", 0, 0
     while True:
@@ -135,6 +158,9 @@ def _check_records(env: StoreEnvironment, report: Report, progress: Progress | N
         if progress is not None:
             progress(done, max(total, done))
         if len(batch) < RECORDS_PER_TXN:
+            return bad
+        if stop():
+            report.stopped, report.num_blocks = True, done
             return bad
         start = batch[-1] + b"\x00"
 
@@ -160,13 +186,22 @@ def _snapshot(txn: Txn, medium: Medium) -> _Snapshot:
             unreadable.add(key)
     stored = {key for key, _ in medium.scan(txn.raw, txn.dbs["blocks"])}
     pins = {key: int.from_bytes(value, "little") for key, value in medium.scan(txn.raw, txn.dbs["pins"])}
+    wanted: Counter[bytes] = Counter()
+    unreadable_pins = set()
+    for key, value in medium.scan(txn.raw, txn.dbs["info"], PIN_KEY):
+        if not key.startswith(PIN_KEY):
+            break
+        try:
+            wanted.update(PinRecord.unpack(key.removeprefix(PIN_KEY), value).hashes)
+        except struct.error:
+            unreadable_pins.add(key)
     recency = {key for key, _ in medium.scan(txn.raw, txn.dbs["recency"])}
     counters = medium.get(txn.raw, STATE_KEY, txn.dbs["info"])
     try:
         state = State() if counters is None else State.unpack(counters)
     except struct.error:
         state = State()
-    return _Snapshot(rows, unreadable, stored, pins, recency, state)
+    return _Snapshot(rows, unreadable, stored, pins, wanted, unreadable_pins, recency, state)
 
 
 def _check_rows(found: _Snapshot, bad: set[bytes], report: Report) -> None:
@@ -178,8 +213,11 @@ def _check_rows(found: _Snapshot, bad: set[bytes], report: Report) -> None:
         report.add(f"block {key.hex()}: record without a row")
     for key in set(rows) - found.stored:
         report.add(f"block {key.hex()}: row without a record")
-    for key in set(found.pins) - set(rows):
-        report.add(f"block {key.hex()}: pin without a block")
+    for key in found.unreadable_pins:
+        report.add(f"pin {key.removeprefix(PIN_KEY).hex()}: cannot be read")
+    for key in set(found.pins) | set(found.wanted):
+        if found.pins.get(key, 0) != found.wanted[key]:
+            report.add(f"block {key.hex()}: {found.pins.get(key, 0)} pins noted, {found.wanted[key]} found")
     children = Counter(row.parent for row in rows.values() if row.depth)
     for key, row in rows.items():
         if row.num_children != children[key]:
@@ -216,8 +254,8 @@ def _count(rows: dict[bytes, Row], state: State) -> State:
 def rebuild(txn: Txn, medium: Medium, bad: set[bytes] | None = None, *, capacity_nbytes: int = 0) -> int:
     """Make the rows consistent: drop `bad` blocks, orphans and halves, recount everything; returns how many blocks went.
 
-    A row that cannot be read loses its block. Blocks, pins, uses and descriptions of the rest stay as they were;
-    `capacity_nbytes` stands in for a capacity that cannot be read.
+    A row that cannot be read loses its block, a pin that cannot be read is gone. Blocks, pins, uses and descriptions of
+    the rest stay as they were; `capacity_nbytes` stands in for a capacity that cannot be read.
     """
     found = _snapshot(txn, medium)
     dropped = set(bad or ()) | found.unreadable | (found.stored ^ set(found.rows))
@@ -231,15 +269,19 @@ def rebuild(txn: Txn, medium: Medium, bad: set[bytes] | None = None, *, capacity
     for key in (set(found.rows) | found.stored | found.unreadable) - set(kept):
         medium.delete(txn.raw, key, txn.dbs["blocks"])
         medium.delete(txn.raw, key, txn.dbs["meta"])
-    for key in set(found.pins) - set(kept):
+    for key in found.unreadable_pins:
+        medium.delete(txn.raw, key, txn.dbs["info"])
+    for key in set(found.pins) - set(found.wanted):
         medium.delete(txn.raw, key, txn.dbs["pins"])
+    for key, count in found.wanted.items():
+        medium.put(txn.raw, key, count.to_bytes(4, "little"), txn.dbs["pins"])
     for key in found.recency:
         medium.delete(txn.raw, key, txn.dbs["recency"])
     latest_us = found.state.clock_us
     for key, row in kept.items():
         latest_us = max(latest_us, row.last_use_us)
         medium.put(txn.raw, key, row.pack(), txn.dbs["meta"])
-        if not row.num_children and key not in found.pins:
+        if not row.num_children and key not in found.wanted:
             for entry in row.recency_keys(key):
                 medium.put(txn.raw, entry, b"", txn.dbs["recency"])
     found.state.clock_us = latest_us

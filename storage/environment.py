@@ -97,6 +97,8 @@ class StoreEnvironment:
         self._closed = False
         self._retry_at_s = 0.0
         self._unsynced = False
+        self.num_reopened = 0
+        """How often the store was given up and opened again; it may hold something else since."""
         self._faults: dict[str, str] = {}
         self._handle = self._open()
 
@@ -287,6 +289,7 @@ class StoreEnvironment:
             with self._gate:
                 self._handle, self._retired = handle, False
             self._faults.clear()
+            self.num_reopened += 1
             logger.warning("disk tier: %s is in use again", self.directory)
             return True
         except (StorageError, OSError) as error:

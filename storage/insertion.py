@@ -137,6 +137,7 @@ class BlockInserter:
                 outcomes[i], evicted = self._insert(index, records[i], view, protected)
                 num_evicted += evicted
             index.save()
+        self._session.tell(index.changes)
         self._session.count(evictions=num_evicted)
         return outcomes
 

@@ -7,12 +7,15 @@ harmless.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
+from tieredkv.errors import StorageError
 from tieredkv.storage.slots import Lease
 from tieredkv.storage.tier import BlockRecord, LoadOutcome, StoreOutcome
 
@@ -103,6 +106,26 @@ class CallJob(Job):
 
     call: Callable[[], Any]
     result: Any = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class AskJob(Job):
+    """Something that is asked of the store and may take long; `future` gets what `call()` returns or raises."""
+
+    call: Callable[[], Any]
+    future: Future[Any] = field(default_factory=Future)
+
+    def run(self) -> None:
+        if self.future.set_running_or_notify_cancel():
+            try:
+                self.future.set_result(self.call())
+            except Exception as error:
+                self.future.set_exception(error)
+
+    def fail(self, reason: str) -> None:
+        self.error = reason
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_exception(StorageError(reason))
 
 
 class JobQueue:

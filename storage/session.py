@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import struct
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from tieredkv.errors import InvariantError, StorageError
 from tieredkv.storage.environment import StoreEnvironment
 from tieredkv.storage.index import Index, State
+from tieredkv.storage.tier import BlockChange
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -23,6 +25,7 @@ T = TypeVar("T")
 RESERVED_NBYTES = 64 * 1024
 """What the files beside LMDB's data file take at most; part of the capacity."""
 LEAST_HEADROOM_NBYTES = 8 << 20
+MAX_CHANGES = 1 << 17
 CONTRADICTIONS = (InvariantError, struct.error)
 """What a damaged row leads to. The index is then rebuilt."""
 
@@ -56,8 +59,9 @@ class Counts:
 class StoreSession:
     """One process's use of an open store.
 
-    `condemned` are the hashes of records that failed their checks and have not been deleted yet. `write_lock` keeps this
-    process's writers apart where they share more than a transaction. `last_state` is what the counters said last.
+    `condemned` are the hashes of records that failed their checks and have not been deleted yet. `write_lock` keeps
+    this process's writers apart where they share more than a transaction. `last_state` is what the counters said last,
+    `last_num_pinned` how many blocks pins wanted, resident or not.
     """
 
     def __init__(self, env: StoreEnvironment, clock_us: Callable[[], int]) -> None:
@@ -68,7 +72,9 @@ class StoreSession:
         self.condemned: set[bytes] = set()
         self.counts = Counts()
         self.last_state = State()
+        self.last_num_pinned = 0
         self.must_rebuild = False
+        self._changes: deque[BlockChange] | None = None
         self._count_lock = threading.Lock()
 
     @property
@@ -94,7 +100,8 @@ class StoreSession:
                 index = Index(txn, self.medium)
                 value = apply(index)
                 index.save()
-                self.last_state = index.state
+                self.last_state, self.last_num_pinned = index.state, index.num_pinned
+            self.tell(index.changes)
         except StorageError:
             self.count(failed=1)
             return None
@@ -102,6 +109,33 @@ class StoreSession:
             self.distrust(error)
             return None
         return value
+
+    def follow(self) -> None:
+        """From now on keep what commits change, until `take_changes`."""
+        self._changes = deque()
+
+    def tell(self, changes: Sequence[BlockChange]) -> None:
+        """Note committed changes, in the thread that writes. More than anybody fetches are not kept one by one."""
+        if self._changes is not None:
+            if len(self._changes) + len(changes) > MAX_CHANGES:
+                self._changes.clear()
+                changes = (BlockChange(b"", False, "too many changes at once"),)
+            self._changes.extend(changes)
+
+    def tell_break(self, reason: str) -> None:
+        """The contents have changed in a way that is not told block by block."""
+        self.tell((BlockChange(b"", False, reason),))
+
+    @property
+    def has_changes(self) -> bool:
+        return bool(self._changes)
+
+    def take_changes(self) -> list[BlockChange]:
+        """The changes since the last call, in the order of their commits. For one thread."""
+        taken = []
+        while self._changes:
+            taken.append(self._changes.popleft())
+        return taken
 
     def distrust(self, error: Exception) -> None:
         """The rows contradict each other; they will be rebuilt from the records."""
@@ -112,7 +146,8 @@ class StoreSession:
         """The counters as of now, or as last seen while the store is unavailable."""
         try:
             with self.env.reading() as txn:
-                self.last_state = Index(txn, self.medium).state
+                index = Index(txn, self.medium)
+                self.last_state, self.last_num_pinned = index.state, index.num_pinned
         except (StorageError, *CONTRADICTIONS):
             pass
         return self.last_state

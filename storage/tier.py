@@ -47,7 +47,7 @@ class BlockRecord:
     `parent` is the hash of the block before it, or the chain's root for `depth` 0 (the first block). `namespace` is the
     32-byte digest of everything but tokens and tenant. `token_ids` are the block's own tokens, packed as unsigned 32-bit
     little endian (empty if unknown). `payload` must not change until the store has answered. `expires_us` is wall-clock
-    time in microseconds since the epoch: from then on the block is the first to go.
+    time in microseconds since the epoch: from then on the block's priority is the ordinary one.
     """
 
     hash: bytes
@@ -61,10 +61,24 @@ class BlockRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockChange:
+    """One block that came into the disk tier (`stored`) or left it; `reason` is one of spilled, evicted, cleared and corrupt.
+    An empty hash means that changes are not told: the tier has been repaired or opened anew.
+    """
+
+    hash: bytes
+    stored: bool
+    reason: str
+    parent: bytes = b""
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TierUsage:
     """A tier's counters. The first four are facts about its contents, the others counts since it was opened here.
 
     `used_nbytes` is what the blocks cost the tier (page-rounded on disk) and never exceeds `capacity_nbytes`.
+    `num_pinned` counts the blocks that pins keep; on disk those of all processes, also where they are not there yet.
     `payload_nbytes` is what the same blocks take on the device.
     """
 
@@ -79,3 +93,5 @@ class TierUsage:
     num_refused: int = 0
     num_failed: int = 0
     num_resets: int = 0
+    num_pinned: int = 0
+    num_retained: int = 0

@@ -1,9 +1,10 @@
-"""The storage threads: several loaders and one writer, fed by bounded queues, answering through one.
+"""The storage threads: several loaders, one inspector and one writer, fed by bounded queues, answering through one.
 
 Knows jobs and a `DiskStore`; knows no blocks on a device and no requests. Everything public is for the engine thread.
 
     engine thread --submit--> loads  --> loader threads --+
                   --submit--> writes --> writer thread  --+--> results --poll--> engine thread
+                  --ask-----> asks   --> inspector thread --> futures
 
 Invariants: submitting never waits; a job is answered exactly once, also if its thread dies or the workers close; its
 leases are released by `poll`, in the engine thread, and not before it was answered; a dead thread shows in `health`
@@ -17,16 +18,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from tieredkv.storage.disk import DiskStore
-from tieredkv.storage.jobs import CallJob, Job, JobQueue, LoadJob, LookupJob, StoreJob, merge_records
+from tieredkv.storage.jobs import AskJob, CallJob, Job, JobQueue, LoadJob, LookupJob, StoreJob, merge_records
 from tieredkv.storage.slots import Lease
 from tieredkv.storage.tier import BlockRecord
 
 logger = logging.getLogger(__name__)
 
+MAX_ASKS = 64
 MAX_BATCH_NBYTES = 8 << 20
 MAINTAIN_EVERY_S = 1.0
 SYNC_AFTER_IDLE_S = 3.0
@@ -82,12 +85,14 @@ class StorageWorkers:
         self._on_result = on_result
         self._loads = JobQueue(max_load_nbytes)
         self._writes = JobQueue(max_write_nbytes)
+        self._asks = JobQueue(0, MAX_ASKS)
         self._results: deque[Job] = deque()
         self._answered = threading.Condition()
         self._open: dict[Job, None] = {}
         self._closed = False
         self._maintained_s = self._idle_since_s = clock()
         self._workers = [_Worker(f"tieredkv-loader-{i}", self._loads) for i in range(num_loaders)]
+        self._workers.append(_Worker("tieredkv-inspector", self._asks))
         self._workers.append(_Worker("tieredkv-writer", self._writes))
         if start:
             for worker in self._workers:
@@ -134,13 +139,25 @@ class StorageWorkers:
         job = CallJob(call=function, tag=tag)
         return job if self._submit(self._writes, job, float("inf")) else None
 
+    def ask(self, function: Callable[[], Any]) -> Future[Any] | None:
+        """Run something on the store that changes nothing and may take long, in a thread of its own; None if too many wait."""
+        job = AskJob(call=function)
+        return job.future if self._submit(self._asks, job, float("inf")) else None
+
+    def change(self, function: Callable[[], Any]) -> Future[Any] | None:
+        """As `call`, in the writer thread and in order with the stores, but with the answer in a future."""
+        job = AskJob(call=function)
+        return job.future if self._submit(self._writes, job, float("inf")) else None
+
     def _submit(self, queue: JobQueue, job: Job, timeout_s: float) -> bool:
         job.submitted_s = self._clock()
         job.deadline_s = job.submitted_s + timeout_s
         with self._answered:
             if self._closed or not queue.offer(job):
                 return False
-            self._open[job] = None
+            # Nobody waits for the inspector's answers before closing.
+            if queue is not self._asks:
+                self._open[job] = None
         return True
 
     def poll(self) -> list[Job]:
@@ -180,7 +197,7 @@ class StorageWorkers:
         for worker in self._workers:
             if worker.died is not None:
                 problems.append(f"{worker.name} died: {worker.died}")
-            elif worker.current and now_s - worker.busy_since_s > STUCK_AFTER_S:
+            elif worker.current and worker.queue is not self._asks and now_s - worker.busy_since_s > STUCK_AFTER_S:
                 problems.append(f"{worker.name} has been busy with one job for {now_s - worker.busy_since_s:.0f} s")
         return problems
 
@@ -222,9 +239,10 @@ class StorageWorkers:
         keeps what its job points at, so the arena must then not be closed either.
         """
         give_up_at_s = time.monotonic() + timeout_s
+        self.store.stopping = True
         drained = self.drain(timeout_s) if any(w.thread for w in self._workers) else not self._open
         self._closed = True
-        for queue in (self._loads, self._writes):
+        for queue in (self._loads, self._asks, self._writes):
             for job in queue.close():
                 self._answer(queue, job, "the workers are closing")
         stopped = True
@@ -278,6 +296,8 @@ class StorageWorkers:
         if now_s - self._maintained_s >= MAINTAIN_EVERY_S:
             self._maintained_s = now_s
             self.store.maintain(idle=now_s - self._idle_since_s >= SYNC_AFTER_IDLE_S)
+            if self.store.has_changes and self._on_result is not None:
+                self._on_result()
 
     def _run(self, jobs: Sequence[Job]) -> None:
         job = jobs[0]
@@ -294,6 +314,8 @@ class StorageWorkers:
             job.num_found = self.store.longest_prefix(job.hashes)
         elif isinstance(job, CallJob):
             job.result = job.call()
+        elif isinstance(job, AskJob):
+            job.run()
 
     def _answer_all(self, worker: _Worker, failure: str | None) -> None:
         while worker.current:
@@ -318,6 +340,10 @@ class StorageWorkers:
     def run_loads(self, count: int = 1) -> int:
         """Run up to `count` loads and lookups in this thread; returns how many there were. For tests without threads."""
         return sum(self._step(self._workers[0], 0) for _ in range(count))
+
+    def run_asks(self) -> bool:
+        """Run the next question in this thread; False if there was none."""
+        return self._step(self._workers[-2], 0)
 
     def run_writes(self) -> bool:
         """Run the next write (or batch of stores) in this thread; False if there was none."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import numpy as np
 
 from tests.fakes import FakeRunner, ManualClock, make_core
 from tieredkv.core import EngineCore
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.tier import StoreOutcome, TierUsage
+from tieredkv.storage.removal import Cleared
+from tieredkv.storage.tier import BlockChange, StoreOutcome, TierUsage
 from tieredkv.tier_faces import LoadResult, LookupResult, StoreResult
 from tieredkv.tiers import Tiers
 from tieredkv.transfer import Copy
@@ -50,6 +53,7 @@ class FakeDisk:
         self.accepts = True
         self.capacity = capacity
         self.touched: list[bytes] = []
+        self.labels: dict[tuple[str, bytes], str] = {}
         self.protected: frozenset[bytes] = frozenset()
         self._answers: list = []
 
@@ -79,6 +83,25 @@ class FakeDisk:
     def touch(self, block_hash) -> None:
         self.touched.append(block_hash)
 
+    def label(self, kind, block_hash, text) -> None:
+        self.labels[kind, block_hash] = text
+
+    def ask(self, function) -> Future:
+        """As `change`: `function` gets this fake for a store."""
+        return self.change(function)
+
+    def change(self, function) -> Future:
+        future = Future()
+        self.pending.append(("change", function, future))
+        return future
+
+    def clear(self, *, namespace=None, roots=None, below=None) -> Cleared:
+        """What `DiskStore.clear` does, as far as this fake knows roots: all, or `below`."""
+        before = len(self.blocks)
+        for block_hash in list(self.blocks if below is None else below):
+            self.remove(block_hash, "cleared")
+        return Cleared(before - len(self.blocks), 0)
+
     def protect(self, hashes) -> None:
         self.protected = hashes
 
@@ -92,12 +115,15 @@ class FakeDisk:
             hashes, tag = job
             length = next((i for i, h in enumerate(hashes) if h not in self.blocks), len(hashes))
             self._answers.append(LookupResult(tag, 0 if fail else length))
+        elif kind == "change":
+            function, future = job
+            future.set_result(function(self))
         elif kind == "load":
             block_hash, target, tag = job
             record = self.blocks.get(block_hash)
             if record is None or fail:
                 target[:] = b"\xdd" * len(target)
-                self.remove(block_hash)
+                self.remove(block_hash, "corrupt")
                 self._answers.append(LoadResult(block_hash, False, tag))
             else:
                 target[:] = record[0]
@@ -116,13 +142,16 @@ class FakeDisk:
         if len(self.blocks) >= self.capacity:
             return StoreOutcome.REFUSED
         self.blocks[info.hash] = (view.tobytes(), info.parent if info.depth else None)
+        self._answers.append(BlockChange(info.hash, True, "spilled", info.parent, len(info.token_ids)))
         return StoreOutcome.STORED
 
-    def remove(self, block_hash: bytes) -> None:
+    def remove(self, block_hash: bytes, reason: str = "evicted") -> None:
         """With everything behind it."""
-        if self.blocks.pop(block_hash, None) is not None:
+        if block_hash in self.blocks:
             for child in [h for h, (_, parent) in self.blocks.items() if parent == block_hash]:
-                self.remove(child)
+                self.remove(child, reason)
+            del self.blocks[block_hash]
+            self._answers.append(BlockChange(block_hash, False, reason))
 
 
 class TieredCore:

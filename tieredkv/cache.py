@@ -26,7 +26,9 @@ from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 
 from tieredkv.blocks import NULL_BLOCK, BlockPool
+from tieredkv.branches import Branches
 from tieredkv.errors import InvariantError
+from tieredkv.events import EventLog
 from tieredkv.sequence import Sequence
 from tieredkv.tier_faces import BlockInfo
 from tieredkv.tiers import Tiers
@@ -75,14 +77,30 @@ class CacheManager:
         enable_prefix_caching: bool = True,
         tiers: Tiers | None = None,
         clock: Callable[[], float] = time.monotonic,
+        branches: Branches | None = None,
     ) -> None:
         self.pool = pool
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.tiers = tiers if enable_prefix_caching else None
+        self.branches = branches or Branches(EventLog())
+        self._watch()
         self._clock = clock
         self._computing: dict[bytes, Sequence] = {}
         self._restoring: dict[int, Sequence] = {}
+
+    def _watch(self) -> None:
+        """Have every block that the tiers gain or lose told to `branches`."""
+        lost_below = self.pool.on_evict
+
+        def evicted(block_hash: bytes, block_id: int) -> None:
+            if lost_below is not None:
+                lost_below(block_hash, block_id)
+            self.branches.removed(Tier.DEVICE, block_hash, "evicted")
+
+        self.pool.on_evict = evicted
+        if self.tiers is not None:
+            self.tiers.report_to(self.branches)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -161,9 +179,13 @@ class CacheManager:
             raise InvariantError(f"{sequence} has blocks already")
         if not self.can_allocate(match, sequence.num_tokens, reserve):
             return False
+        found = sequence.full_block_hashes(self.block_size)[: match.num_blocks]
+        if self.enable_prefix_caching:
+            self._introduce(sequence)
+            self.branches.used(found)
         if self.tiers is not None:
             self._end_lookup(sequence)
-            self.tiers.use(sequence.full_block_hashes(self.block_size)[: match.num_blocks])
+            self.tiers.use(found)
         hits = match.device_ids
         for block_id in hits:
             self.pool.acquire(block_id)
@@ -178,6 +200,14 @@ class CacheManager:
             for block_hash in sequence.full_block_hashes(self.block_size)[match.num_ready :]:
                 self._computing.setdefault(block_hash, sequence)
         return True
+
+    def _introduce(self, sequence: Sequence) -> None:
+        """Say whose the sequence's blocks are, and what the client calls its prompt."""
+        request = sequence.request
+        self.branches.own(sequence.root_hash, request.owner)
+        num_full = sequence.num_prompt_tokens // self.block_size
+        if request.prefix_name and num_full:
+            self.branches.call(sequence.full_block_hashes(self.block_size)[num_full - 1], request.prefix_name)
 
     def start_restore(self, sequence: Sequence, match: Match) -> bool:
         """Start to bring up the blocks of an admitted sequence that lie below the device; False if there are none."""
@@ -227,6 +257,7 @@ class CacheManager:
             parent=hashes[index - 1] if index else sequence.root_hash,
             depth=index,
             token_ids=tuple(tokens),
+            root=sequence.root_hash,
         )
 
     @property
@@ -256,11 +287,14 @@ class CacheManager:
         for i in range(sequence.num_committed_blocks, num_full):
             own = sequence.block_ids[i]
             holder = self.pool.commit(own, hashes[i])
-            if self.tiers is not None and holder == own:
-                self.tiers.spiller.resident(
-                    self._info(sequence, i), on_disk=tiers is not None and tiers[i] is Tier.DISK
-                )
-            if holder != own:
+            if holder == own:
+                info = self._info(sequence, i)
+                self.branches.stored(Tier.DEVICE, info, "computed" if tiers is None else "restored")
+                if self.tiers is not None:
+                    self.tiers.spiller.resident(info, on_disk=tiers is not None and tiers[i] is Tier.DISK)
+            else:
+                if self.tiers is not None:
+                    self.tiers.spiller.used((hashes[i],))
                 self.pool.acquire(holder)
                 self.pool.release([own])
                 sequence.block_ids[i] = holder
@@ -286,7 +320,10 @@ class CacheManager:
 
     def clear(self) -> Cleared:
         """Forget all device blocks that nobody uses."""
+        gone = [block_hash for block_hash in map(self.pool.hash_of, self.pool.coldest()) if block_hash is not None]
         cleared = Cleared(*self.pool.clear())
+        for block_hash in gone:
+            self.branches.removed(Tier.DEVICE, block_hash, "cleared")
         if self.tiers is not None:
             self.tiers.forget_gone()
         return cleared

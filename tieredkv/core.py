@@ -20,9 +20,11 @@ from typing import Protocol
 from tieredkv import hashing
 from tieredkv.batch import Batch, SampledToken, build_batch
 from tieredkv.blocks import BlockPool
+from tieredkv.branches import Branches
 from tieredkv.cache import CacheManager, Cleared
 from tieredkv.config import Config
 from tieredkv.errors import InvariantError, RequestError
+from tieredkv.events import EventLog
 from tieredkv.gate import CostGate
 from tieredkv.metrics import EngineMetrics
 from tieredkv.scheduler import Scheduler
@@ -81,17 +83,23 @@ class EngineCore:
         self.on_wake: Callable[[], None] = self.wakeup.set
         self.gate = CostGate(config.tiers.restore, self.block_size, block_nbytes)
         self.tiers = make_tiers(self.pool, self.gate, self._wake) if make_tiers is not None else None
+        self.events = EventLog()
+        self.branches = Branches(self.events)
         self.cache = CacheManager(
             self.pool,
             self.block_size,
             enable_prefix_caching=config.cache.enable_prefix_caching,
             tiers=self.tiers,
             clock=clock,
+            branches=self.branches,
         )
         self.scheduler = Scheduler(self.cache, config.scheduler, clock)
         self._sequences: dict[str, Sequence] = {}
         self._outputs: list[EngineOutput] = []
         metrics.watch(lambda: report(self.pool, block_nbytes, self.tiers))
+        # Over all requests since the start: where their prompts came from, and what that is estimated to have saved.
+        self.token_totals = TokenSources()
+        self.saved_s = 0.0
         # Whether the last step had nothing to compute because all requests wait for the tiers.
         self.is_stalled = False
 
@@ -171,6 +179,7 @@ class EngineCore:
             if self.tiers is not None:
                 self.tiers.work_ahead()
         self._report_gauges()
+        self.events.publish()
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -181,6 +190,7 @@ class EngineCore:
         self.cache.poll()
         busy = self.tiers.work_idle()
         self._report_gauges()
+        self.events.publish()
         return busy
 
     def flush(self, timeout_s: float) -> bool:
@@ -208,7 +218,9 @@ class EngineCore:
 
     def clear(self) -> Cleared:
         """Forget every cached block that no request uses."""
-        return self.cache.clear()
+        cleared = self.cache.clear()
+        self.events.publish()
+        return cleared
 
     def check_integrity(self) -> None:
         """Recount blocks, owners and hashes. Raises `InvariantError`."""
@@ -303,6 +315,8 @@ class EngineCore:
                 if sequence.num_preemptions == 0:
                     sources = _sources(sequence)
                     saved_s = self.gate.prefill_seconds(sources.cached)
+                    self.token_totals.add(sources)
+                    self.saved_s += saved_s
                     self.metrics.admitted(sources, self._clock() - sequence.request.arrival_s, saved_s)
                 else:
                     self.metrics.readmitted(sequence.num_tokens - part.start)

@@ -9,22 +9,28 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from tieredkv.errors import StorageError
+from tieredkv.gate import Rate
 from tieredkv.hashing import pack_tokens
+from tieredkv.storage.disk import DiskStore
 from tieredkv.storage.jobs import LoadJob, LookupJob, StoreJob
-from tieredkv.storage.tier import BlockRecord, LoadOutcome, TierUsage
+from tieredkv.storage.tier import BlockRecord, LoadOutcome, StoreOutcome, TierUsage
 from tieredkv.storage.workers import StorageWorkers
 from tieredkv.tier_faces import BlockInfo, DiskResult, LoadResult, LookupResult, StoreResult
 
 # Uses noted on disk: one write for several requests.
 _TOUCH_BATCH = 16
+# Labels, too, are written in batches, before the blocks that they are about.
+_LABEL_BATCH = 64
 # Writes that may wait: more would only make a later refusal later.
 _MOST_WRITES = 64
 _REOPEN_AFTER_S = 5.0
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class ThreadedDisk:
@@ -46,6 +52,9 @@ class ThreadedDisk:
         self._timeout_s = timeout_s
         self._clock = clock
         self._touched: list[bytes] = []
+        self._labels: dict[tuple[str, bytes], str] = {}
+        # How fast blocks go down: bytes per second of the writer's own time.
+        self.write_rate = Rate()
         self._workers: StorageWorkers | None = None
         self._open_fault: str | None = None
         self._closed = False
@@ -98,12 +107,33 @@ class ThreadedDisk:
             )
             for info, view in blocks
         ]
+        self._flush_labels()
         return self._workers.put(records, ()) is not None
 
     def touch(self, block_hash: bytes) -> None:
         self._touched.append(block_hash)
         if len(self._touched) >= _TOUCH_BATCH:
             self._flush_touches()
+
+    def label(self, kind: str, block_hash: bytes, text: str) -> None:
+        self._labels[kind, block_hash] = text
+        if len(self._labels) >= _LABEL_BATCH:
+            self._flush_labels()
+
+    def ask(self, function: Callable[[DiskStore], T]) -> Future[T]:
+        workers = self._workers
+        return self._future(workers and workers.ask(lambda: function(workers.store)))
+
+    def change(self, function: Callable[[DiskStore], T]) -> Future[T]:
+        workers = self._workers
+        return self._future(workers and workers.change(lambda: function(workers.store)))
+
+    def _future(self, accepted: Future[T] | None) -> Future[T]:
+        if accepted is not None:
+            return accepted
+        refused: Future[T] = Future()
+        refused.set_exception(StorageError(self.fault or "the disk tier takes nothing more now"))
+        return refused
 
     def protect(self, hashes: frozenset[bytes]) -> None:
         if self._workers is not None:
@@ -120,26 +150,38 @@ class ThreadedDisk:
             elif isinstance(job, LookupJob):
                 results.append(LookupResult(job.tag, job.num_found))
             elif isinstance(job, StoreJob):
+                if any(outcome is StoreOutcome.STORED for outcome in job.outcomes):
+                    self.write_rate.measure(job.nbytes, job.run_s)
                 results += map(StoreResult, (record.hash for record in job.records), job.outcomes)
+        results += self._workers.store.take_changes()
         return results
 
     def close(self, timeout_s: float) -> bool:
         """Write what is queued, sync and stop; False if that took too long."""
         self._closed = True
         self._flush_touches()
+        self._flush_labels()
         return self._workers is None or self._workers.close(timeout_s)
 
     def _try_to_open(self) -> None:
         if self._closed or self._clock() < self._reopen_at_s:
             return
         try:
-            self._workers = self._open_store()
+            workers = self._open_store()
+            workers.store.follow()
+            self._workers = workers
             self._open_fault = None
         except (StorageError, OSError) as error:
             if self._open_fault is None:
                 logger.warning("the disk tier is down: %s", error)
             self._open_fault = str(error)
             self._reopen_at_s = self._clock() + _REOPEN_AFTER_S
+
+    def _flush_labels(self) -> None:
+        workers, labels = self._workers, self._labels
+        if labels and workers is not None:
+            workers.call(lambda: workers.store.label(labels))
+            self._labels = {}
 
     def _flush_touches(self) -> None:
         if self._touched and self._workers is not None:

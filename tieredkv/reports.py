@@ -105,8 +105,8 @@ class PrefixReport:
     """A branch of the prefix tree: the blocks from where it forks off (or the root) to a leaf or to the next fork.
 
     `id` is the hash of its last block; `parent` the id of the branch that it continues. `num_tokens` counts from the root
-    to the branch's end, `num_own_tokens` those of its own blocks. `blocks_by_tier` counts its own blocks, one that lies in
-    two tiers in both. `first_words` and `last_words` of the text only where the server was told to show text.
+    to the branch's end, `num_own_tokens` those of its own blocks; `depth` blocks lie before its own ones. `blocks_by_tier`
+    counts its own blocks, one that lies in two tiers in both, and `nbytes` what they take there. `first_words` and `last_words` of the text only where the server was told to show text.
     """
 
     id: str
@@ -131,11 +131,13 @@ class PrefixReport:
 
 @dataclass(frozen=True, slots=True)
 class PrefixPage:
-    """`next_cursor` continues the list; None at its end. `num_total` counts all branches that fit the filters."""
+    """`next_cursor` continues the list; None at its end. A page may be shorter than asked for, even empty, with more to come.
+    `num_total` counts all branches that fit the filters, None where counting would mean to read a whole large store.
+    """
 
     prefixes: list[PrefixReport]
     next_cursor: str | None
-    num_total: int
+    num_total: int | None
 
 
 @dataclass(frozen=True, slots=True)

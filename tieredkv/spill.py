@@ -86,6 +86,10 @@ class Spiller:
         self._paused_until_s = 0.0
         self._pause_s = _FIRST_PAUSE_S
         self.counts = SpillCounts()
+        # Called when a copied block has become findable in the host tier.
+        self.on_spilled: Callable[[BlockInfo], None] = lambda info: None
+        # Blocks that were removed from a lower tier on purpose: not copied there again before somebody uses them.
+        self._barred: set[bytes] = set()
         usable = pool.num_usable
         self._watermark = min(max(int(usable * _WATERMARK_SHARE), _WATERMARK_LEAST), _WATERMARK_MOST, usable // 2)
 
@@ -189,11 +193,15 @@ class Spiller:
                 reservation.abort()
                 self.counts.failed_copies += 1
                 continue
+            info = self._info.get(block_hash)
+            if info is None or block_hash in self._barred:
+                reservation.abort()
+                continue
             lease = reservation.commit()
             self.counts.to_host += 1
-            if block_hash in self._info:
-                self._dirty.pop(block_hash, None)
-                self._sort_in(block_hash)
+            self.on_spilled(info)
+            self._dirty.pop(block_hash, None)
+            self._sort_in(block_hash)
             if block_hash in self._to_disk and len(self._queued) + len(self._storing) < self._max_storing:
                 self._queued[block_hash] = lease
             else:
@@ -238,6 +246,26 @@ class Spiller:
             if name in self._info:
                 self._sort_in(name)
 
+    def bar(self, hashes: Iterable[bytes]) -> None:
+        """These blocks were removed from a lower tier on purpose: what still lies above is not copied down again before
+        somebody uses it.
+        """
+        for block_hash in hashes:
+            if block_hash in self._info:
+                self._barred.add(block_hash)
+                self._on_disk.discard(block_hash)
+                self._dirty.pop(block_hash, None)
+                self._to_disk.pop(block_hash, None)
+                self._unqueue(block_hash)
+
+    def used(self, hashes: Iterable[bytes]) -> None:
+        """Somebody uses these blocks: they are worth keeping in every tier again."""
+        if self._barred:
+            for block_hash in hashes:
+                if block_hash in self._barred:
+                    self._barred.discard(block_hash)
+                    self._sort_in(block_hash)
+
     def forget_where(self, gone: Callable[[bytes], bool]) -> None:
         """Drop the bookkeeping of blocks that lie nowhere any more."""
         for block_hash in [h for h in self._info if gone(h)]:
@@ -251,7 +279,7 @@ class Spiller:
         at: bytes | None = block_hash
         while at is not None and at not in chosen and at not in self._copying:
             info, block_id = self._info.get(at), self._pool.find(at)
-            if info is None:
+            if info is None or at in self._barred:
                 return {}
             if at not in self._dirty or block_id is None:
                 break
@@ -267,7 +295,7 @@ class Spiller:
         at: bytes | None = block_hash
         while at is not None and at not in batch and at not in self._on_disk:
             info = self._info.get(at)
-            if info is None:
+            if info is None or at in self._barred:
                 self._to_disk.pop(block_hash, None)
                 return
             if at in self._storing or at not in self._host:
@@ -306,13 +334,13 @@ class Spiller:
         while reservation is None and at is not None and at.depth:
             at = self._info.get(at.parent)
             if at is not None and at.hash in self._on_disk and self._host.remove(at.hash):
-                self.host_evicted(at.hash)
+                self._host.on_evict(at.hash)
                 reservation = self._host.begin(info.hash, info.parent, info.depth)
         return reservation
 
     def _sort_in(self, block_hash: bytes) -> None:
         """Put a known block where it belongs by what holds it now."""
-        if block_hash in self._on_disk:
+        if block_hash in self._on_disk or block_hash in self._barred:
             return
         if block_hash not in self._host:
             self._dirty.setdefault(block_hash)
@@ -324,6 +352,10 @@ class Spiller:
         self._dirty.pop(block_hash, None)
         self._to_disk.pop(block_hash, None)
         self._on_disk.discard(block_hash)
+        self._barred.discard(block_hash)
+        self._unqueue(block_hash)
+
+    def _unqueue(self, block_hash: bytes) -> None:
         lease = self._queued.pop(block_hash, None)
         if lease is not None:
             lease.release()

@@ -7,20 +7,29 @@ answered through `poll`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from tieredkv.storage.tier import StoreOutcome, TierUsage
+from tieredkv.storage.tier import BlockChange, StoreOutcome, TierUsage
+
+if TYPE_CHECKING:
+    from tieredkv.storage.disk import DiskStore
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockInfo:
-    """What a stored block needs besides its bytes. `parent` is the previous block's hash, or the root at depth 0."""
+    """What a stored block needs besides its bytes. `parent` is the previous block's hash, or the root at depth 0; `root`
+    is that of the whole chain.
+    """
 
     hash: bytes
     parent: bytes
     depth: int
     token_ids: tuple[int, ...]
+    root: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,7 @@ class LookupResult:
     length: int
 
 
-DiskResult = StoreResult | LoadResult | LookupResult
+DiskResult = StoreResult | LoadResult | LookupResult | BlockChange
 
 
 class Lease(Protocol):
@@ -155,12 +164,26 @@ class DiskTier(Protocol):
         """The prefix that ends with this block was used."""
         ...
 
+    def label(self, kind: str, block_hash: bytes, text: str) -> None:
+        """Keep a short text about a root or a block that is stored now or soon."""
+        ...
+
+    def ask(self, function: Callable[[DiskStore], T]) -> Future[T]:
+        """Run something on the store that changes nothing, in a thread that may take long over it. The future fails with
+        `StorageError` if the tier is down.
+        """
+        ...
+
+    def change(self, function: Callable[[DiskStore], T]) -> Future[T]:
+        """Run something on the store behind everything that was given to the writer before."""
+        ...
+
     def protect(self, hashes: frozenset[bytes]) -> None:
         """The deepest blocks of what waiting requests have matched: they and all before them are not evicted now."""
         ...
 
     def poll(self) -> list[DiskResult]:
-        """Answers since the last call."""
+        """Answers since the last call, and what this process has changed in the tier, in order."""
         ...
 
     def close(self, timeout_s: float) -> bool:

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tieredkv.blocks import BlockPool
+from tieredkv.branches import Branches
 from tieredkv.errors import InvariantError
 from tieredkv.gate import CostGate
 from tieredkv.restore import Restore, Restorer, Restoring
 from tieredkv.spill import Spiller, Spilling
+from tieredkv.storage.tier import BlockChange
 from tieredkv.tier_faces import BlockInfo, DiskTier, HostTier, LoadResult, LookupResult, StoreResult
 from tieredkv.transfer import CopyEngine
 from tieredkv.types import Tier
@@ -91,11 +93,40 @@ class Tiers:
             disk,
             clock,
             loaded=gate.measure_load,
-            promoted=lambda info: self.spiller.resident(info, on_disk=True),
+            promoted=self._promoted,
             missing=self.spiller.lost_on_disk,
         )
-        host.on_evict = self.spiller.host_evicted
+        self._branches: Branches | None = None
+        host.on_evict = self._host_evicted
         pool.on_evict = lambda block_hash, _: self.spiller.device_evicted(block_hash)
+
+    def report_to(self, branches: Branches) -> None:
+        """Tell `branches` what host and disk gain and lose, and the disk whose blocks they are."""
+        self._branches = branches
+        self.spiller.on_spilled = lambda info: branches.stored(Tier.HOST, info, "spilled")
+        if self.disk is not None:
+            branches.on_label = self.disk.label
+
+    def _promoted(self, info: BlockInfo) -> None:
+        if self._branches is not None:
+            self._branches.stored(Tier.HOST, info, "restored")
+        self.spiller.resident(info, on_disk=True)
+
+    def _host_evicted(self, block_hash: bytes) -> None:
+        self.spiller.host_evicted(block_hash)
+        if self._branches is not None:
+            self._branches.removed(Tier.HOST, block_hash, "evicted")
+
+    def _disk_changed(self, change: BlockChange) -> None:
+        if self._branches is None:
+            return
+        events = self._branches.events
+        if not change.hash:
+            events.interrupt(Tier.DISK, change.reason)
+        elif change.stored:
+            events.stored(Tier.DISK, change.reason, change.hash, change.parent, change.num_tokens)
+        else:
+            events.removed(Tier.DISK, change.reason, change.hash)
 
     def look_up(self, hashes: Sequence[bytes]) -> Lookup:
         """Ask the disk for the longest prefix of `hashes`, unless device and host have all of it. What it holds is protected
@@ -117,6 +148,7 @@ class Tiers:
 
     def use(self, hashes: Sequence[bytes]) -> None:
         """A request was admitted that matched this prefix, head first: it is recent now, in the host tier and on disk."""
+        self.spiller.used(hashes)
         self.host.touch(hashes)
         if self.disk is not None and hashes:
             self.disk.touch(hashes[-1])
@@ -160,6 +192,8 @@ class Tiers:
                     loads.append(result)
                 elif isinstance(result, StoreResult):
                     stores.append(result)
+                elif isinstance(result, BlockChange):
+                    self._disk_changed(result)
                 elif isinstance(result, LookupResult) and result.tag.length is None:
                     result.tag.length = result.length
                     self._protect()

@@ -138,6 +138,12 @@ class TokenSources:
     disk: int = 0
     computed: int = 0
 
+    def add(self, other: TokenSources) -> None:
+        self.device += other.device
+        self.host += other.host
+        self.disk += other.disk
+        self.computed += other.computed
+
     @property
     def cached(self) -> int:
         return self.device + self.host + self.disk
