@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import servers
-from benchmarks.client import LoadError, StreamResult, request_stream
 from benchmarks.figures import BATCH_IN, BATCH_OUT, BATCH_STREAMS, PROMPT_TOKENS, Contender, as_text, collect, save
 from benchmarks.servers import MODEL_NAME, Server
+from tieredkv.bench.client import LoadError, StreamResult, request_stream
 
 # Common words, most of them one token each; a prompt is a random sequence of their tokens.
 WORDS = """

@@ -17,7 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.client import COMPLETIONS, Cut, StreamResult, request_stream
+from tieredkv.bench.client import COMPLETIONS, Cut, StreamResult, parse_address, request_stream
+
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 @dataclass(slots=True)
@@ -80,6 +82,8 @@ def run_load(
     them by reset. After `seconds` no new request starts and those still running may finish. The choices, not their
     timing, depend on `seed` alone. Raises `ValueError` for an address off the loopback interface.
     """
+    if parse_address(url).host not in LOOPBACK:
+        raise ValueError(f"load goes to this machine only, not to {url!r}")
     return asyncio.run(
         _load(url, bodies, streams, seconds, abort_fraction, random.Random(seed), path, timeout_s, max_requests)
     )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tieredkv.bench.serve import SOURCES, Run
 from tieredkv.bench.simulate import UNLIMITED, Outcome
 from tieredkv.bench.traces import Workload
 from tieredkv.errors import ConfigError
@@ -57,4 +58,31 @@ def plot_simulation(path: Path, workload: Workload, outcomes: Sequence[Outcome])
     axes.set_title(f"{workload.source}: {len(workload.requests):,} requests, {workload.num_tokens:,} prompt tokens")
     axes.grid(True, alpha=0.3)
     axes.legend()
+    write_figure(figure, path)
+
+
+def plot_run(path: Path, found: Run) -> None:
+    """TTFT of each request by the tier that its prompt came from, and prompt tokens by source over time."""
+    figure, (above, below) = new_figure(2, height=3.6)
+    good = sorted((s for s in found.served if s.result.ok and s.result.event_times_s), key=lambda s: s.sent_s)
+    for source in SOURCES:
+        mine = [s for s in good if s.source == source]
+        if mine:
+            times, ttfts = [s.sent_s for s in mine], [1000 * s.result.ttft_s for s in mine]
+            above.scatter(times, ttfts, s=14, color=TIER_COLORS[source], label=f"{source} ({len(mine)})")
+    above.set_ylabel("TTFT in ms")
+    above.set_yscale("log")
+    above.set_title("each request, by the slowest tier that its prompt came from")
+    if good:
+        above.legend()
+        edges = [s.sent_s for s in good]
+        sums: dict[str, list[int]] = {source: [] for source in SOURCES}
+        for source, running in sums.items():
+            for served in good:
+                running.append((running[-1] if running else 0) + served.tokens_by_source[source])
+        colors = [TIER_COLORS[source] for source in SOURCES]
+        below.stackplot(edges, *sums.values(), labels=SOURCES, colors=colors, alpha=0.8)
+        below.legend(loc="upper left")
+    below.set_ylabel("prompt tokens so far")
+    below.set_xlabel("seconds")
     write_figure(figure, path)

@@ -1,4 +1,4 @@
-"""A lean client for OpenAI-style streaming: it measures servers that share its few cores.
+"""A lean client for OpenAI-style streaming: it measures servers that may share its few cores.
 
 Job: send one streaming request and record what comes back (`request_stream`). While a response comes in, the client only
 notes when each piece of bytes arrived; HTTP chunks, events and JSON are taken apart after the last byte, so that
@@ -7,7 +7,7 @@ measuring costs the server next to nothing.
 It does not know which server it talks to, how servers are started, or what a good figure is.
 
 Invariants:
-- it connects to the loopback interface only, and every request has a deadline;
+- every request has a deadline, and a connection of its own;
 - times are `time.perf_counter()` seconds, counted from before the connection is opened;
 - an event's time is that of the byte that completed it; TTFT is the first event with a non-empty `choices`.
 """
@@ -23,7 +23,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
@@ -147,19 +146,21 @@ async def request_stream(
 ) -> StreamResult:
     """POST `body` with `stream` and `stream_options.include_usage` set, and record the stream until it ends.
 
-    Whatever the server does, including refusing the connection, is in the result; only a `url` off the loopback
-    interface raises (`ValueError`).
+    `url` is where the server is, with `http` or `https`; `path` is appended to its path. Whatever the server does,
+    including refusing the connection, is in the result; only a `url` that is none raises (`ValueError`).
     """
-    host, port = loopback_address(url)
+    address = parse_address(url)
     message = _request_bytes(
-        f"{host}:{port}", path, {**body, "stream": True, "stream_options": {"include_usage": True}}, headers or {}
+        address, path, {**body, "stream": True, "stream_options": {"include_usage": True}}, headers or {}
     )
     result = StreamResult(started_s=time.perf_counter())
     recorder = _Recorder(message, cut)
     lost: Exception | None = None
     try:
         async with asyncio.timeout(timeout_s):
-            await asyncio.get_running_loop().create_connection(lambda: recorder, host, port)
+            await asyncio.get_running_loop().create_connection(
+                lambda: recorder, address.host, address.port, ssl=address.is_tls or None
+            )
             lost = await recorder.closed
     except TimeoutError:
         result.error = f"no end within {timeout_s:g} s"
@@ -176,19 +177,30 @@ async def request_stream(
     return result
 
 
-def loopback_address(url: str) -> tuple[str, int]:
-    """Host and port of `url`. Raises `ValueError` for any host but this machine's loopback interface."""
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens, and the path below which its API lies (no slash at its end)."""
+
+    host: str
+    port: int
+    is_tls: bool
+    path: str
+
+
+def parse_address(url: str) -> Address:
+    """The parts of an `http` or `https` URL. Raises `ValueError` for anything else."""
     parts = urllib.parse.urlsplit(url)
-    if parts.scheme != "http" or parts.hostname not in _LOOPBACK:
-        raise ValueError(f"load goes to http://127.0.0.1 only, not to {url!r}")
-    return parts.hostname, parts.port or 80
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"must be a URL such as http://127.0.0.1:8000, got {url!r}")
+    is_tls = parts.scheme == "https"
+    return Address(parts.hostname, parts.port or (443 if is_tls else 80), is_tls, parts.path.rstrip("/"))
 
 
-def _request_bytes(host: str, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> bytes:
+def _request_bytes(address: Address, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> bytes:
     content = json.dumps(body).encode()
     lines = [
-        f"POST {path} HTTP/1.1",
-        f"Host: {host}",
+        f"POST {address.path}{path} HTTP/1.1",
+        f"Host: {address.host}:{address.port}",
         "Content-Type: application/json",
         "Accept: text/event-stream",
         "Connection: close",
@@ -247,11 +259,12 @@ def _dechunk(rest: bytes, start: int) -> tuple[bytes, list[tuple[int, int]]]:
 
 def _events(payload: bytes) -> Iterator[tuple[bytes, int]]:
     """The data of each complete server-sent event, and the offset just past it."""
+    separator = b"\r\n\r\n" if b"\r\n\r\n" in payload else b"\n\n"
     at = 0
-    while (end := payload.find(b"\n\n", at)) >= 0:
-        if payload.startswith(b"data: ", at):
-            yield payload[at + 6 : end], end + 2
-        at = end + 2
+    while (end := payload.find(separator, at)) >= 0:
+        if payload.startswith(b"data:", at):
+            yield payload[at + 5 : end].strip(), end + len(separator)
+        at = end + len(separator)
 
 
 def _arrival_s(
@@ -267,7 +280,10 @@ def _read_event(event: bytes, arrival_s: float, texts: list[str], result: Stream
     if event == b"[DONE]":
         result.done = True
         return
-    message = json.loads(event)
+    try:
+        message = json.loads(event)
+    except ValueError:
+        message = {"error": f"not JSON: {event[:80]!r}"}
     if message.get("error"):
         result.error = json.dumps(message["error"])[:500]
         return
