@@ -13,6 +13,7 @@ again when it is computed. Invariants: a block is computed at most once; what is
 from __future__ import annotations
 
 import itertools
+import mmap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,9 @@ from tieredkv.config import Config
 from tieredkv.core import EngineCore
 from tieredkv.errors import ConfigError, StorageError, TieredKVError
 from tieredkv.reports import PinReport
+from tieredkv.storage.index import record_cost
+from tieredkv.storage.record import HEADER_NBYTES
+from tieredkv.storage.session import budget_nbytes_for
 from tieredkv.types import EngineOutput, EngineRequest, FinishReason, SamplingParams, Tier
 from tieredkv.warming import DeferredPrompt, WarmPrompt, pin
 
@@ -158,6 +162,16 @@ def _num_common(a: bytes, b: bytes) -> int:
     return low
 
 
+def block_cost(block_nbytes: int, block_size: int) -> int:
+    """Most bytes that one block takes in a store."""
+    return record_cost(HEADER_NBYTES + block_nbytes, 4 * block_size, mmap.PAGESIZE)
+
+
+def room_blocks(capacity_nbytes: int, block_nbytes: int, block_size: int) -> int:
+    """How many blocks a store of this capacity holds for certain."""
+    return max(budget_nbytes_for(capacity_nbytes), 0) // block_cost(block_nbytes, block_size)
+
+
 def settings_for(config: Config) -> Config:
     """`config` as preloading needs it: whatever is stored is brought up, however long that takes."""
     return replace(
@@ -207,12 +221,13 @@ class Preloader:
         """Pin prompts before they are computed. One that is pinned already under the same name stays as it is, but for its
         time to live, which begins anew.
         """
+        wanted = [entry for entry in entries if entry.last_hash]
+        if not wanted:
+            return []
         pins = self._core.pins
         known = {(report.prefix, report.name): report for report in pins.list(scope=None)}
         reports = []
-        for entry in entries:
-            if not entry.last_hash:
-                continue
+        for entry in wanted:
             before = known.get((entry.last_hash.hex(), entry.name))
             if before is not None and before.expires_s is None and entry.ttl_s is None:
                 reports.append(before)
@@ -221,6 +236,20 @@ class Preloader:
                 pins.unpin(before.id, scope=None)
             reports.append(pin(self._core, entry.source.load()))
         return reports
+
+    def touch(self, entries: Iterable[Entry]) -> None:
+        """Count stored prompts as used now, so that older blocks are evicted before them."""
+        disk = self._tiers.disk
+        for entry in entries:
+            if entry.last_hash and disk is not None:
+                disk.touch(entry.last_hash)
+
+    def measured_room(self, capacity_nbytes: int) -> int:
+        """How many blocks a store of this capacity holds if all are as large as those in it on average."""
+        usage = self._tiers.disk.usage() if self._tiers.disk is not None else None
+        if usage is None or not usage.num_blocks:
+            return 0
+        return max(budget_nbytes_for(capacity_nbytes), 0) * usage.num_blocks // max(usage.used_nbytes, 1)
 
     def run(self, entries: Sequence[Entry]) -> None:
         """Compute the entries in order and save everything. Stops early, with `problem` set, when the store takes no more."""

@@ -1,25 +1,22 @@
-"""The command line: `tieredkv serve [MODEL]`, `tieredkv inspect DIR`, `tieredkv verify DIR`.
+"""The command line: `tieredkv serve [MODEL]`, and the commands beside it.
 
-One flag per setting, made from `tieredkv.config`, so names, defaults and descriptions are written once. Flags win over
-`TIEREDKV_*` variables, those over the file. Bad input is one line on stderr and exit code 2. Nothing heavy is imported
-before a command runs.
+Flags win over `TIEREDKV_*` variables, those over the file. Bad input is one line on stderr and exit code 2. Nothing heavy
+is imported before a command runs.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from tieredkv import __version__
-from tieredkv.cli import simulate, store
-from tieredkv.config import Config, format_size
+from tieredkv.cli import bench, preload, simulate, store
+from tieredkv.cli.options import config_option, given_settings, option, settings_fields, with_parameters
+from tieredkv.config import Config
 from tieredkv.errors import ConfigError, StorageError, UnsupportedModelError
 from tieredkv.runtime import maybe_reexec
 
@@ -27,14 +24,6 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 # Typer brings its own copy of click or uses the installed one, depending on its version: take the class from typer.
 _UsageError: Any = typer.BadParameter.__base__
-PANELS = {
-    "model": "Model",
-    "cache": "KV block pool",
-    "tiers": "Tiers below the device",
-    "scheduler": "Scheduling",
-    "server": "HTTP server",
-    "admin": "Admin API",
-}
 
 SERVE_HELP = """Serve MODEL behind an OpenAI-style API.
 
@@ -80,7 +69,7 @@ def _root(
 def _serve(**given: Any) -> int:
     file = given.pop("config")
     config = Config.load(
-        {key: value for key, value in given.items() if value not in (None, [])},
+        given_settings(given),
         file=file,
         environ=os.environ,
         source="command line",
@@ -93,79 +82,25 @@ def _serve(**given: Any) -> int:
     return serve(config)
 
 
-def _option(section: str, field: dataclasses.Field[Any]) -> inspect.Parameter:
-    """The flag of one setting. Values stay text: `Config.load` converts and checks them."""
-    flag = "--" + field.name.replace("_", "-")
-    notes = [str(field.metadata["doc"])]
-    if "choices" in field.metadata:
-        notes.append(f"One of: {', '.join(map(str, field.metadata['choices']))}.")
-    kind: Any = str | None
-    default: Any = field.default
-    if isinstance(default, bool):
-        kind = bool | None
-        notes.append(f"Default: {'on' if default else 'off'}.")
-        flag = f"{flag}/--no-{flag[2:]}"
-    elif isinstance(default, tuple):
-        kind = list[str] | None
-        notes.append("May be repeated.")
-    elif default is not None:
-        notes.append(f"Default: {format_size(default) if field.metadata.get('size') else default}.")
-    option = typer.Option(
-        flag, help=" ".join(notes), show_default=False, rich_help_panel=PANELS[section], metavar=_metavar(field)
-    )
-    return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
-    )
-
-
-def _metavar(field: dataclasses.Field[Any]) -> str | None:
-    if isinstance(field.default, bool):
-        return None
-    if field.metadata.get("size"):
-        return "SIZE"
-    return "NUMBER" if isinstance(field.default, int | float) or "low" in field.metadata else "TEXT"
-
-
-def _signature() -> inspect.Signature:
+def _serve_parameters() -> list[inspect.Parameter]:
     """MODEL, --config, then one flag per setting in the order of the config module."""
-    keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = []
-    for section in dataclasses.fields(Config):
-        for field in dataclasses.fields(_section(section)):
-            if field.name == "model":
-                argument = typer.Argument(metavar="MODEL", help=f"{field.metadata['doc']} Default: {field.default}.")
-                parameters.append(
-                    inspect.Parameter("model", keyword, default=None, annotation=Annotated[str | None, argument])
-                )
-            else:
-                parameters.append(_option(section.name, field))
-    file = typer.Option(
-        "--config", metavar="FILE", envvar="TIEREDKV_CONFIG", help="TOML file with settings; see configs/default.toml."
-    )
-    parameters.insert(1, inspect.Parameter("config", keyword, default=None, annotation=Annotated[Path | None, file]))
-    return inspect.Signature(parameters)
+    for section, field in settings_fields():
+        if field.name == "model":
+            argument = typer.Argument(metavar="MODEL", help=f"{field.metadata['doc']} Default: {field.default}.")
+            kind: Any = Annotated[str | None, argument]
+            parameters.append(inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
+            parameters.append(config_option())
+        else:
+            parameters.append(option(section, field))
+    return parameters
 
 
-def _section(field: dataclasses.Field[Any]) -> type[Any]:
-    factory = field.default_factory
-    if not isinstance(factory, type):
-        raise TypeError(f"Config.{field.name} has no dataclass behind it")
-    return factory
-
-
-def _command() -> Callable[..., int]:
-    def serve(**given: Any) -> int:
-        return _serve(**given)
-
-    signature = _signature()
-    serve.__signature__ = signature  # type: ignore[attr-defined]
-    serve.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
-    return serve
-
-
-app.command("serve", help=SERVE_HELP)(_command())
+app.command("serve", help=SERVE_HELP)(with_parameters(_serve, _serve_parameters()))
+app.command("preload", help=preload.HELP)(with_parameters(preload.preload, preload.parameters()))
 app.command("inspect")(store.inspect_store)
 app.command("verify")(store.verify_store)
+app.add_typer(bench.app)
 app.command("simulate", help=simulate.HELP)(simulate.simulate)
 
 
