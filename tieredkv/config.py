@@ -14,7 +14,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -207,7 +207,8 @@ class Config:
         source: str = "argument",
         defaults: Mapping[str, Any] | None = None,
     ) -> Config:
-        """Read `file` (TOML with one table per section), then `TIEREDKV_*` in `environ`, then `overrides` (None = unset).
+        """Read `file` (TOML with one table per section), then `TIEREDKV_*` in `environ` (`TIEREDKV_*_FILE`: the value is in
+        that file), then `overrides` (None = unset).
         `defaults` replace the defaults of the fields.
 
         Keys are the field names, which are unique over all sections. Raises `ConfigError`.
@@ -219,12 +220,9 @@ class Config:
         if file is not None:
             for section, key, value, where in _read_file(Path(file)):
                 values[section][key] = _check(section, key, value, where)
-        for name, text in sorted((environ or {}).items()):
-            if name.startswith("TIEREDKV_") and name not in _NOT_SETTINGS:
-                key = name.removeprefix("TIEREDKV_").lower()
-                values[_section_of(key, f"environment variable {name}")][key] = _check(
-                    _section_of(key, name), key, text, f"environment variable {name}"
-                )
+        for key, text, where in _variables(environ or {}):
+            section = _section_of(key, where)
+            values[section][key] = _check(section, key, text, where)
         for key, value in (overrides or {}).items():
             if value is not None:
                 section = _section_of(key, source)
@@ -265,6 +263,26 @@ def _section_of(key: str, source: str) -> str:
         if key in {f.name for f in dataclasses.fields(cls)}:
             return section
     raise ConfigError("unknown setting", key=key, source=source)
+
+
+def _variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """The settings in `environ` as (key, text, source). `TIEREDKV_KEY_FILE` names a file with the value, as secrets are
+    mounted into containers; several lines are several values.
+    """
+    for name, text in sorted(environ.items()):
+        if not name.startswith("TIEREDKV_") or name in _NOT_SETTINGS:
+            continue
+        where = f"environment variable {name}"
+        plain = name.removesuffix("_FILE")
+        key = plain.removeprefix("TIEREDKV_").lower()
+        if plain != name:
+            if plain in environ:
+                raise ConfigError(f"is set together with {plain}; set one of them", key=key, source=where)
+            try:
+                text = ",".join(Path(text).read_text(encoding="utf-8").split())
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"cannot be read from {text}: {error}", key=key, source=where) from error
+        yield key, text, where
 
 
 def _read_file(path: Path) -> list[tuple[str, str, Any, str]]:

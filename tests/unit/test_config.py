@@ -108,3 +108,17 @@ def test_lists_and_none_from_text():
     assert config.server.api_key == ("a", "b")
     assert config.model.max_model_len is None
     assert Config.load({"served_model_name": ["x", "y"]}).model.served_model_name == ("x", "y")
+
+
+def test_values_come_from_files_that_variables_name(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    config = Config.load(environ={"TIEREDKV_API_KEY_FILE": str(keys), "TIEREDKV_ADMIN_KEY": "three"})
+    assert (config.server.api_key, config.admin.admin_key) == (("one", "two"), ("three",))
+    for environ, words in (
+        ({"TIEREDKV_API_KEY_FILE": str(tmp_path / "none")}, "API_KEY_FILE.*cannot be read"),
+        ({"TIEREDKV_API_KEY_FILE": str(keys), "TIEREDKV_API_KEY": "x"}, "set one of them"),
+        ({"TIEREDKV_PORT_FILE": str(keys)}, "TIEREDKV_PORT_FILE: port"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Config.load(environ=environ)
