@@ -14,11 +14,12 @@ the batch being written needs. A record that failed its checks is not found agai
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tieredkv.errors import ConfigError, StorageError
@@ -27,12 +28,16 @@ from tieredkv.storage.codec import Codec, RawCodec
 from tieredkv.storage.environment import StoreEnvironment, StoreFullError
 from tieredkv.storage.index import NAMESPACE_KEY, STATE_KEY, STORE_ID_KEY, Index, Row, State
 from tieredkv.storage.insertion import BlockInserter
+from tieredkv.storage.labels import Labels, LabelWriter
+from tieredkv.storage.listing import StoreListing
 from tieredkv.storage.medium import Medium
 from tieredkv.storage.opening import Txn
+from tieredkv.storage.pinning import PinStore
+from tieredkv.storage.pins import PinRecord, PinsSeen
 from tieredkv.storage.record import BadRecordError, decode_record
 from tieredkv.storage.removal import BlockRemover, Cleared
 from tieredkv.storage.session import CONTRADICTIONS, StoreSession, budget_nbytes_for, map_nbytes_for
-from tieredkv.storage.tier import BlockRecord, LoadOutcome, StoreOutcome, TierUsage
+from tieredkv.storage.tier import BlockChange, BlockRecord, LoadOutcome, StoreOutcome, TierUsage
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +60,13 @@ class DiskStore:
         self._session = StoreSession(env, clock_us)
         self._inserter = BlockInserter(self._session, codec)
         self._remover = BlockRemover(self._session)
+        self._pins = PinStore(self._session)
+        self._labels = LabelWriter(self._session)
         self._described: dict[bytes, str] = {}
+        self._num_reopened = 0
+        self._store_id: str | None = None
+        self.stopping = False
+        """Set when the store is about to be closed: long walks end with `StorageError`."""
 
     @classmethod
     def open(
@@ -98,6 +109,8 @@ class DiskStore:
             if not store._look() and not readonly:
                 store._rebuild()
                 store._look()
+            if not readonly:
+                store._pins.expire()
             if capacity and not readonly and store._session.last_state.capacity_nbytes != capacity:
                 store._set_capacity(capacity)
         except BaseException:
@@ -152,6 +165,7 @@ class DiskStore:
             num_refused=counts.refused,
             num_failed=counts.failed,
             num_resets=self._env.num_resets,
+            num_pinned=self._session.last_num_pinned,
         )
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -222,6 +236,42 @@ class DiskStore:
         self._session.count(loaded=1)
         return LoadOutcome.LOADED
 
+    @property
+    def store_id(self) -> str | None:
+        """The random id, in hex, that the store got when it was created; None while it cannot be read."""
+        if self._store_id is None:
+            try:
+                with self._env.reading() as txn:
+                    found = self._medium.get(txn.raw, STORE_ID_KEY, txn.dbs["info"])
+                    self._store_id = None if found is None else bytes(found).hex()
+            except StorageError:
+                return None
+        return self._store_id
+
+    @contextlib.contextmanager
+    def listing(self, namespace: bytes) -> Iterator[StoreListing]:
+        """Look at the blocks of a namespace; keep it short. Raises `StorageError`."""
+        try:
+            with self._env.reading() as txn:
+                yield StoreListing(txn, self._medium, namespace, self._session.condemned)
+        except CONTRADICTIONS as error:
+            self._session.distrust(error)
+            raise StorageError(str(error)) from None
+
+    # -- changes, for whoever keeps account of them --------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """From now on keep what changes, until `take_changes`."""
+        self._session.follow()
+
+    @property
+    def has_changes(self) -> bool:
+        return self._session.has_changes
+
+    def take_changes(self) -> list[BlockChange]:
+        """What this process has changed since the last call, in the order of the commits."""
+        return self._session.take_changes()
+
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def put(self, records: Sequence[BlockRecord], *, protect: Collection[bytes] = ()) -> list[StoreOutcome]:
@@ -246,43 +296,74 @@ class DiskStore:
 
         self._session.write(apply)
 
-    def pin(self, hashes: Iterable[bytes]) -> list[int | None]:
-        """Add a pin to each block; a pinned block and all before it stay. Returns the new counts, None where missing."""
-        return self._repin(hashes, +1)
+    def retain(self, rows: Iterable[tuple[bytes, int, int]]) -> None:
+        """Give blocks another priority until a time: (hash, priority, expires_us), in one transaction. As for `touch`, of a
+        prefix only the deepest block needs to be named.
+        """
 
-    def unpin(self, hashes: Iterable[bytes]) -> list[int | None]:
-        """Take a pin from each block, never below none."""
-        return self._repin(hashes, -1)
+        def apply(index: Index) -> None:
+            for block_hash, priority, expires_us in rows:
+                index.retain(block_hash, priority, expires_us)
 
-    def _repin(self, hashes: Iterable[bytes], delta: int) -> list[int | None]:
-        names = list(hashes)
-        counts = self._session.write(lambda index: [index.pin(h, delta) for h in names])
-        return [None] * len(names) if counts is None else counts
+        self._session.write(apply)
+
+    def pin(self, record: PinRecord) -> int | None:
+        """Keep a pin, in the place of the one with its id: from now on its blocks stay, also those that come later. Returns how
+        many of its leading blocks are resident; None if it was not kept, because of a fault or for lack of room for pins.
+        """
+        with self._session.write_lock:
+            return self._pins.put(record)
+
+    def unpin(self, pin_id: bytes) -> bool:
+        """Take a pin away, if it is there; False if that could not be done."""
+        with self._session.write_lock:
+            return self._pins.drop(pin_id)
+
+    def pins(self) -> PinsSeen | None:
+        """All pins, of all processes and namespaces; None while the store is unavailable."""
+        return self._pins.see(self._env.num_resets)
 
     def remove(self, hashes: Collection[bytes]) -> int:
         """Delete blocks with all that lie behind them, pinned or not; returns how many went."""
         with self._session.write_lock:
             return self._remover.remove(hashes)[0]
 
-    def clear(self, *, namespace: bytes | None = None, root: bytes | None = None) -> Cleared:
-        """Delete all blocks, or those of a namespace or of a chain's root (one tenant), but none that a pin keeps."""
+    def clear(
+        self,
+        *,
+        namespace: bytes | None = None,
+        root: bytes | None = None,
+        roots: Collection[bytes] | None = None,
+        below: Collection[bytes] | None = None,
+    ) -> Cleared:
+        """Delete all blocks, or those of a namespace, of some chains' roots (one tenant), or these blocks with all behind them;
+        but none that a pin keeps.
+        """
         with self._session.write_lock:
-            return self._remover.clear(namespace, root)
+            return self._remover.clear(namespace, (root,) if root is not None else roots, below)
+
+    def label(self, labels: Labels) -> bool:
+        """Keep short texts about roots and blocks, by kind and hash; False if that did not happen."""
+        return self._labels.put(labels)
 
     # -- upkeep --------------------------------------------------------------------------------------------------------
 
     def maintain(self, *, idle: bool) -> None:
         """What nobody waits for; call it about once a second from the thread that writes.
 
-        Reopens a store that was given up, deletes condemned records, repairs the index, trims a store whose capacity was
-        lowered, finds out whether a fault has gone; when `idle`, syncs.
+        Reopens a store that was given up, deletes condemned records and expired pins, repairs the index, trims a store
+        whose capacity was lowered, finds out whether a fault has gone; when `idle`, syncs.
         """
         if self._env.readonly or not self._env.reopen():
             return
         with self._session.write_lock:
             if self._session.must_rebuild:
                 self._rebuild()
+            if self._num_reopened != self._env.num_reopened:
+                self._num_reopened, self._store_id = self._env.num_reopened, None
+                self._session.tell_break("the store was opened anew")
             self._remover.drop_condemned()
+            self._pins.expire()
             self._session.refresh()
             if self.fault:
                 # Any write tells whether the fault is still there.
@@ -310,6 +391,7 @@ class DiskStore:
             with self._env.writing() as txn:
                 rebuild(txn, self._medium, capacity_nbytes=self._session.last_state.capacity_nbytes)
             self._session.must_rebuild = False
+            self._session.tell_break("the store was repaired")
         except (StorageError, *CONTRADICTIONS) as error:
             logger.warning("disk tier: %s cannot be repaired: %s", self.directory, error)
 
@@ -343,6 +425,18 @@ class DiskStore:
                 progress=progress,
                 capacity_nbytes=self._session.last_state.capacity_nbytes,
             )
+
+    def check(self, stop: Callable[[], bool]) -> Report:
+        """Audit the store while it is in use, in any thread, without keeping anybody out; ends early when `stop()`.
+
+        What is found is mended as usual: bad blocks are found no more and go with the next write, rows that contradict
+        each other are written anew by `maintain`. Raises `StorageError`.
+        """
+        report = verify_store(self._env, stop=lambda: self.stopping or stop())
+        if not self._env.readonly:
+            self._session.condemned |= report.bad
+            self._session.must_rebuild |= bool(report.num_row_problems)
+        return report
 
     def inspect(self) -> Inspection:
         """What the store holds, by namespace. Raises `StorageError`."""

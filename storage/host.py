@@ -108,6 +108,8 @@ class HostArena:
             num_evictions=self._num_evictions,
             num_stored=self._num_stored,
             num_refused=self._num_refused,
+            num_pinned=self.num_kept,
+            num_retained=self.num_retained,
         )
 
     def slot_view(self, slot: int) -> memoryview:

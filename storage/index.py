@@ -3,38 +3,44 @@
     blocks   hash -> header + payload (record.py)
     meta     hash -> Row: parent, root, namespace, depth, number of children, sizes, last use, priority, expiry, tokens
     recency  b"\\x01" priority last-use hash -> empty     leaves that may be evicted, the first to go first
-             b"\\x00" expiry hash -> empty                those of them that expire, the soonest first
-    pins     hash -> number of pins
-    info     b"state" -> State (counters); b"format"; b"store" -> random id; b"namespace:" digest -> description
+             b"\\x00" expiry hash -> empty                those of them whose priority expires, the soonest first
+    pins     hash -> number of pins that want the block, whether it is resident or not
+    info     b"state" -> State (counters); b"pin:" id -> PinRecord; b"format"; b"store" -> random id;
+             b"namespace:" digest -> description
 
 A *leaf* is a block without resident children. Knows no payloads, no files and no threads.
 
 Invariants, after every method: a block's parent is resident (or it has depth 0); `recency` holds exactly the leaves
-without a pin; children, entries and bytes in `meta` and `state` are exact; the bytes never exceed the budget that
-`make_room` is called with. Last uses only grow, in the order of a clock kept in the store, so that a clock set back
-does not turn the order round.
+without a pin; `pins` counts what the pin rows add up to; children, entries and bytes in `meta` and `state` are exact; the
+bytes never exceed the budget that `make_room` is called with. Last uses only grow, in the order of a clock kept in the
+store, so that a clock set back does not turn the order round.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from tieredkv.errors import InvariantError
 from tieredkv.storage.medium import Medium
 from tieredkv.storage.opening import Txn
-from tieredkv.storage.tier import NEVER
+from tieredkv.storage.pins import PinRecord
+from tieredkv.storage.tier import NEVER, BlockChange
+from tieredkv.types import DEFAULT_PRIORITY
 
 STATE_KEY = b"state"
 STORE_ID_KEY = b"store"
 NAMESPACE_KEY = b"namespace:"
+PIN_KEY = b"pin:"
 _EXPIRING, _ORDINARY = b"\x00", b"\x01"
 _ROW = struct.Struct("<32s32s32sIIQQQQQQBB2x")
+_LINKS = struct.Struct("<32s32s32sII")
 _STATE = struct.Struct("<QQQQQQ")
 _PAGE_HEADER_NBYTES, _NODE_HEADER_NBYTES = 16, 8
 _HASH_NBYTES = 32
 MAX_EVICTIONS_PER_TXN = 4096
+MAX_EXPIRIES_PER_VICTIM = 256
 
 
 @dataclass(slots=True)
@@ -79,6 +85,12 @@ class Row:
     @classmethod
     def unpack(cls, value: memoryview | bytes) -> Row:
         return cls(*(*_ROW.unpack_from(value), bytes(value[_ROW.size :])))
+
+    @staticmethod
+    def links(value: memoryview | bytes) -> tuple[bytes, bytes, bytes, int, int]:
+        """Parent, root, namespace, depth and number of children: what a walk over many rows needs."""
+        parent, root, namespace, depth, num_children = _LINKS.unpack_from(value)
+        return parent, root, namespace, depth, num_children
 
     def recency_key(self, block_hash: bytes) -> bytes:
         return _ORDINARY + bytes([self.priority]) + self.last_use_us.to_bytes(8, "big") + block_hash
@@ -141,6 +153,8 @@ class Index:
         self._dbs = txn.dbs
         self._medium = medium
         self.psize = txn.psize
+        self.changes: list[BlockChange] = []
+        """What this transaction brings in and takes out, in order; true once it is committed."""
         value = medium.get(txn.raw, STATE_KEY, txn.dbs["info"])
         if value is None:
             raise InvariantError("a store without counters")
@@ -164,17 +178,19 @@ class Index:
 
     def descendants(self, block_hashes: Collection[bytes]) -> list[bytes]:
         """These blocks and all that lie behind them, the deepest first. Walks all rows once where one has children."""
-        found = {h: row for h in block_hashes if (row := self.row(h)) is not None}
-        if any(row.num_children for row in found.values()):
-            roots = {row.root for row in found.values()}
+        rows = {h: row for h in block_hashes if (row := self.row(h)) is not None}
+        found = {h: row.depth for h, row in rows.items()}
+        if any(row.num_children for row in rows.values()):
+            roots = {row.root for row in rows.values()}
             related = []
             for key, value in self._medium.scan(self._txn, self._dbs["meta"]):
-                if bytes(value[_HASH_NBYTES : 2 * _HASH_NBYTES]) in roots:
-                    related.append((key, Row.unpack(value)))
-            for key, row in sorted(related, key=lambda item: item[1].depth):
-                if row.parent in found:
-                    found[key] = row
-        return sorted(found, key=lambda h: -found[h].depth)
+                parent, root, _, depth, _ = Row.links(value)
+                if root in roots:
+                    related.append((depth, key, parent))
+            for depth, key, parent in sorted(related):
+                if parent in found:
+                    found[key] = depth
+        return sorted(found, key=lambda h: -found[h])
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -188,19 +204,23 @@ class Index:
             self._put("meta", row.parent, parent.pack())
         self._put("blocks", block_hash, record)
         self._put("meta", block_hash, row.pack())
-        self._add_to_recency(block_hash, row)
+        if not self.num_pins(block_hash):
+            self._add_to_recency(block_hash, row)
         self.state.add(row, +1)
+        self.changes.append(BlockChange(block_hash, True, "spilled", row.parent, len(row.token_ids) // 4))
 
-    def remove(self, block_hash: bytes) -> None:
-        """Take a leaf away, pinned or not. A parent that becomes a leaf inherits the last use."""
+    def remove(self, block_hash: bytes, reason: str = "evicted") -> None:
+        """Take a leaf away, pinned or not; if it comes back it is pinned again. A parent that becomes a leaf inherits the last
+        use.
+        """
         row = self._require(block_hash)
         if row.num_children:
             raise InvariantError("a block with resident children cannot be removed")
         self._drop_from_recency(block_hash, row)
         self._delete("meta", block_hash)
         self._delete("blocks", block_hash)
-        self._delete("pins", block_hash)
         self.state.add(row, -1)
+        self.changes.append(BlockChange(block_hash, False, reason))
         if row.depth:
             parent = self._require(row.parent)
             parent.num_children -= 1
@@ -223,16 +243,23 @@ class Index:
         return True, num_evicted
 
     def victim(self, protected: Collection[bytes], now_us: int) -> bytes | None:
-        """The leaf to evict next: expired ones first, then by priority, then by last use."""
-        due = _EXPIRING + now_us.to_bytes(8, "big") + b"\xff" * _HASH_NBYTES
-        for start, end in ((_EXPIRING, due), (_ORDINARY, b"\x02")):
-            key = self._medium.first_key(self._txn, self._dbs["recency"], start)
-            while key is not None and key < end:
-                block_hash = key[-_HASH_NBYTES:]
-                if block_hash not in protected:
-                    return block_hash
-                key = self._medium.first_key(self._txn, self._dbs["recency"], key + b"\x00")
+        """The leaf to evict next: by priority, then by last use. Priorities that have expired are the ordinary one."""
+        self._expire_priorities(now_us)
+        key = self._medium.first_key(self._txn, self._dbs["recency"], _ORDINARY)
+        while key is not None:
+            block_hash = key[-_HASH_NBYTES:]
+            if block_hash not in protected:
+                return block_hash
+            key = self._medium.first_key(self._txn, self._dbs["recency"], key + b"\x00")
         return None
+
+    def _expire_priorities(self, now_us: int) -> None:
+        due = _EXPIRING + now_us.to_bytes(8, "big") + b"\xff" * _HASH_NBYTES
+        for _ in range(MAX_EXPIRIES_PER_VICTIM):
+            key = self._medium.first_key(self._txn, self._dbs["recency"], _EXPIRING)
+            if key is None or key > due:
+                return
+            self.retain(key[-_HASH_NBYTES:], DEFAULT_PRIORITY, NEVER)
 
     def touch(self, block_hash: bytes, now_us: int) -> None:
         """Note that a block was used; nothing happens if it has gone."""
@@ -247,26 +274,99 @@ class Index:
         if listed:
             self._add_to_recency(block_hash, row)
 
-    def pin(self, block_hash: bytes, delta: int) -> int | None:
-        """Add or take a pin; returns the new count, or None if the block is not resident. Never below 0."""
+    def retain(self, block_hash: bytes, priority: int, expires_us: int) -> None:
+        """Give a block another priority, until `expires_us`; nothing happens if it has gone."""
         row = self.row(block_hash)
         if row is None:
-            return None
+            return
+        listed = not row.num_children and not self.num_pins(block_hash)
+        if listed:
+            self._drop_from_recency(block_hash, row)
+        row.priority, row.expires_us = priority, expires_us
+        self._put("meta", block_hash, row.pack())
+        if listed:
+            self._add_to_recency(block_hash, row)
+
+    # -- pins ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks that a pin wants, resident or not."""
+        return int(self._txn.stat(self._dbs["pins"])["entries"])
+
+    def pin_records(self) -> list[PinRecord]:
+        """All pins. Raises `struct.error` where one cannot be read."""
+        return [PinRecord.unpack(key.removeprefix(PIN_KEY), value) for key, value in self._pin_rows()]
+
+    def due_pins(self, now_us: int) -> list[bytes]:
+        """Ids of the pins that have expired."""
+        return [
+            key.removeprefix(PIN_KEY)
+            for key, value in self._pin_rows()
+            if PinRecord.expiry_of(value) <= min(now_us, NEVER - 1)
+        ]
+
+    def put_pin(self, record: PinRecord) -> None:
+        """Add a pin, or put it in the place of the one that has its id."""
+        self.drop_pin(record.id)
+        for block_hash in record.hashes:
+            self._count_pin(block_hash, +1)
+        self._put("info", PIN_KEY + record.id, record.pack())
+
+    def drop_pin(self, pin_id: bytes) -> bool:
+        """Take a pin away; False if there is none."""
+        value = self._get("info", PIN_KEY + pin_id)
+        if value is None:
+            return False
+        record = PinRecord.unpack(pin_id, value)
+        for block_hash in record.hashes:
+            self._count_pin(block_hash, -1)
+        self._delete("info", PIN_KEY + pin_id)
+        return True
+
+    def _count_pin(self, block_hash: bytes, delta: int) -> None:
         before = self.num_pins(block_hash)
-        after = max(before + delta, 0)
+        after = before + delta
+        if after < 0:
+            raise InvariantError("a pin whose block nobody has counted")
         if after:
             self._put("pins", block_hash, after.to_bytes(4, "little"))
         else:
             self._delete("pins", block_hash)
-        if not row.num_children and bool(before) != bool(after):
+        row = self.row(block_hash) if bool(before) != bool(after) else None
+        if row is not None and not row.num_children:
             if after:
                 self._drop_from_recency(block_hash, row)
             else:
                 self._add_to_recency(block_hash, row)
-        return after
+
+    def _pin_rows(self) -> Iterator[tuple[bytes, memoryview]]:
+        for key, value in self._medium.scan(self._txn, self._dbs["info"], PIN_KEY):
+            if not key.startswith(PIN_KEY):
+                break
+            yield key, value
 
     def put_info(self, key: bytes, value: bytes) -> None:
         self._put("info", key, value)
+
+    def delete_info(self, key: bytes) -> None:
+        self._delete("info", key)
+
+    def info_keys(self, prefix: bytes) -> list[bytes]:
+        found = []
+        for key, _ in self._medium.scan(self._txn, self._dbs["info"], prefix):
+            if not key.startswith(prefix):
+                break
+            found.append(key)
+        return found
+
+    def roots_and_blocks(self) -> tuple[set[bytes], set[bytes]]:
+        """The roots of all chains, and all blocks. Walks all rows."""
+        roots, blocks = set(), set()
+        for key, value in self._medium.scan(self._txn, self._dbs["meta"]):
+            roots.add(Row.links(value)[1])
+            blocks.add(key)
+        return roots, blocks
 
     def _require(self, block_hash: bytes) -> Row:
         row = self.row(block_hash)

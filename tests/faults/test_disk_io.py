@@ -7,7 +7,7 @@ import errno
 import lmdb
 import pytest
 
-from tests.storage.chains import assert_sound, chain, hashes, load, name
+from tests.storage.chains import assert_sound, chain, hashes, load, name, pin
 from tests.storage.faulty import OPERATIONS, FaultyMedium
 from tieredkv.storage.disk import DiskStore
 from tieredkv.storage.tier import LoadOutcome, StoreOutcome
@@ -61,15 +61,16 @@ def exercise(store: DiskStore, turn: object) -> bool:
         else:
             assert load(store, block.hash) in (LoadOutcome.MISSING, LoadOutcome.FAILED)
     store.touch([name("a", 5)])
-    pins = store.pin([name("a", 5)])
-    store.unpin([name("a", 5)])
+    held = store.pin(pin("p", hashes("a", 6)))
+    dropped = store.unpin(pin("p", ()).id)
+    seen = store.pins()
     store.remove([name(("new", turn), 0)])
     store.clear(root=name("no such", 0))
     store.describe_namespace(name("namespace", turn), "{}")
     store.maintain(idle=True)
     store.usage()
     usual = found == 6 and set(outcomes) == {LoadOutcome.LOADED}
-    return not usual or set(stored) != {StoreOutcome.STORED} or pins == [None]
+    return not usual or set(stored) != {StoreOutcome.STORED} or held is None or not dropped or seen is None
 
 
 CASES = [

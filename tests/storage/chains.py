@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tieredkv.storage.disk import DiskStore
+from tieredkv.storage.pins import PIN_ID_NBYTES, PinRecord
 from tieredkv.storage.tier import NEVER, BlockRecord, LoadOutcome
-from tieredkv.types import DEFAULT_PRIORITY
+from tieredkv.types import DEFAULT_PRIORITY, Tier
 
 NAMESPACE = hashlib.sha256(b"namespace").digest()
 ROOT = hashlib.sha256(b"root").digest()
@@ -50,6 +51,28 @@ def chain(
         record(name(key, d), name(key, d - 1) if d else root, d, nbytes=nbytes, **more)  # type: ignore[arg-type]
         for d in range(start, length)
     ]
+
+
+def pin(
+    key: object,
+    hashes: Sequence[bytes],
+    *,
+    namespace: bytes = NAMESPACE,
+    expires_us: int = NEVER,
+) -> PinRecord:
+    """The pin called `key` on these blocks."""
+    return PinRecord(
+        id=name(key, 0)[:PIN_ID_NBYTES],
+        namespace=namespace,
+        tenant=b"",
+        owner="shared",
+        name=str(key),
+        tier=Tier.DISK,
+        created_us=0,
+        expires_us=expires_us,
+        hashes=tuple(hashes),
+        token_ids=TOKENS * len(hashes),
+    )
 
 
 def hashes(key: object, length: int) -> list[bytes]:

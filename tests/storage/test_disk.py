@@ -20,6 +20,7 @@ from tests.storage.chains import (
     load,
     name,
     payload_of,
+    pin,
     record,
     resident,
 )
@@ -28,7 +29,8 @@ from tieredkv.storage.autocodec import make_codec
 from tieredkv.storage.codec import ZstdCodec
 from tieredkv.storage.directory import UNSYNCED
 from tieredkv.storage.disk import DiskStore
-from tieredkv.storage.tier import LoadOutcome, StoreOutcome
+from tieredkv.storage.index import PIN_KEY
+from tieredkv.storage.tier import NEVER, LoadOutcome, StoreOutcome
 
 CAPACITY = 1 << 20
 NUM_FIT = 30
@@ -127,22 +129,40 @@ def test_a_parent_inherits_the_use_of_a_removed_child(store):
     assert store.longest_prefix(hashes("b", 1)) == 0
 
 
-def test_low_priority_and_expired_blocks_go_first(store, clock):
+def test_low_priorities_go_first_and_expired_ones_are_ordinary_again(store, clock):
     store.put(chain("precious", 10, priority=90))
     store.put(chain("lent", 10, priority=90, expires_us=clock.now_us + 5))
     store.put(chain("plain", 10))
     store.put(chain("more", 7))
-    assert [store.longest_prefix(hashes(k, 10)) for k in ("precious", "lent", "plain", "more")] == [10, 10, 3, 7]
+    kinds = ("precious", "lent", "plain", "more")
+    assert [store.longest_prefix(hashes(k, 10)) for k in kinds] == [10, 10, 3, 7]
     clock.now_us += 1000
     store.put(chain("last", 10))
-    assert [store.longest_prefix(hashes(k, 10)) for k in ("precious", "lent", "plain", "more")] == [10, 0, 3, 7]
+    assert [store.longest_prefix(hashes(k, 10)) for k in kinds] == [10, 0, 3, 7]
+    store.put(chain("very last", 5))
+    assert [store.longest_prefix(hashes(k, 10)) for k in kinds] == [10, 0, 0, 5]
+    assert_sound(store)
+
+
+def test_the_priority_of_a_stored_prefix_can_be_changed(store, clock):
+    store.put(chain("dear", 10))
+    store.put(chain("plain", 10))
+    store.retain([(name("dear", 9), 60, clock.now_us + 1000), (name("unknown", 0), 60, NEVER)])
+    store.put(chain("more", NUM_FIT - 10))
+    assert store.longest_prefix(hashes("dear", 10)) == 10
+    assert store.longest_prefix(hashes("plain", 10)) == 0
+    clock.now_us += 1000
+    store.put(chain("last", 10))
+    assert store.longest_prefix(hashes("dear", 10)) == 0
     assert_sound(store)
 
 
 def test_pinned_blocks_and_what_carries_them_stay(store):
     store.put(chain("a", 5))
-    assert store.pin([name("a", 3), name("b", 0)]) == [1, None]
-    assert store.pin([name("a", 3)]) == [2]
+    pinned = hashes("a", 4)
+    assert store.pin(pin("one", pinned)) == 4
+    assert store.pin(pin("two", pinned[:2])) == 2
+    assert store.usage().num_pinned == 4
     for i in range(4):
         store.put(chain(f"filler{i}", 20))
     assert store.longest_prefix(hashes("a", 5)) == 4
@@ -150,10 +170,94 @@ def test_pinned_blocks_and_what_carries_them_stay(store):
     assert cleared.num_kept == 4
     assert store.longest_prefix(hashes("a", 5)) == 4
     assert_sound(store)
-    assert store.unpin([name("a", 3)]) == [1]
-    assert store.unpin([name("a", 3)] * 3) == [0, 0, 0]
-    assert store.clear().num_removed == 4
-    assert store.usage().num_blocks == store.usage().used_nbytes == 0
+    assert store.unpin(pin("one", pinned).id)
+    assert store.clear().num_removed == 2
+    assert store.longest_prefix(hashes("a", 5)) == 2
+    assert store.unpin(pin("two", ()).id)
+    assert store.unpin(pin("two", ()).id), "what is not there can be taken away"
+    assert store.clear().num_removed == 2
+    usage = store.usage()
+    assert usage.num_blocks == usage.used_nbytes == usage.num_pinned == 0
+
+
+def test_a_pin_waits_for_blocks_that_are_not_there_yet(store):
+    assert store.pin(pin("early", hashes("a", 5))) == 0
+    store.put(chain("a", 3))
+    for i in range(4):
+        store.put(chain(f"filler{i}", 20))
+    assert store.longest_prefix(hashes("a", 5)) == 3
+    store.put(chain("a", 5, start=3))
+    for i in range(4):
+        store.put(chain(f"more{i}", 20))
+    assert store.longest_prefix(hashes("a", 5)) == 5
+    assert_sound(store)
+    # What is deleted by hand and stored again is pinned again.
+    store.remove([name("a", 2)])
+    store.put(chain("a", 5, start=2))
+    for i in range(4):
+        store.put(chain(f"again{i}", 20))
+    assert store.longest_prefix(hashes("a", 5)) == 5
+    assert_sound(store)
+
+
+def test_pins_survive_and_expire_while_the_store_is_closed(tmp_path, clock):
+    folder = tmp_path / "other"
+    store = DiskStore.open(folder, CAPACITY, clock_us=clock)
+    store.put(chain("a", 5))
+    store.put(chain("b", 5))
+    kept, lent = pin("kept", hashes("a", 5)), pin("lent", hashes("b", 5), expires_us=clock.now_us + 100)
+    store.pin(kept)
+    store.pin(lent)
+    store.close()
+    clock.now_us += 50
+    store = DiskStore.open(folder, CAPACITY, clock_us=clock)
+    assert set(store.pins().records) == {kept, lent}
+    assert store.pins().num_resident == {kept.id: 5, lent.id: 5}
+    store.close()
+    clock.now_us += 50
+    store = DiskStore.open(folder, CAPACITY, clock_us=clock)
+    assert store.pins().records == (kept,)
+    for i in range(4):
+        store.put(chain(f"filler{i}", 20))
+    assert store.longest_prefix(hashes("a", 5)) == 5
+    assert store.longest_prefix(hashes("b", 5)) == 0
+    assert_sound(store)
+    store.close()
+
+
+def test_a_pin_is_replaced_in_one_step(store, clock):
+    store.put(chain("a", 4))
+    store.put(chain("b", 4))
+    store.pin(pin("p", hashes("a", 4), expires_us=clock.now_us + 10))
+    assert store.pin(pin("p", hashes("b", 3))) == 3
+    clock.now_us += 100
+    store.maintain(idle=False)
+    assert [record.hashes for record in store.pins().records] == [tuple(hashes("b", 3))]
+    assert store.clear().num_kept == 3
+    assert_sound(store)
+
+
+def test_pins_must_not_take_the_room_that_the_store_works_in(store):
+    many = [name("far", i) for i in range(10_000)]
+    assert store.pin(pin("huge", many)) is None
+    assert store.pins().records == ()
+    assert store.usage().num_pinned == 0
+    assert store.fault is None
+
+
+def test_wrong_counts_of_pins_are_found_and_mended(store):
+    store.put(chain("a", 5))
+    store.pin(pin("p", hashes("a", 5)))
+    with store._env.writing() as txn:
+        txn.raw.delete(name("a", 4), db=txn.dbs["pins"])
+        txn.raw.put(name("b", 0), (1).to_bytes(4, "little"), db=txn.dbs["pins"])
+        txn.raw.put(PIN_KEY + b"12345678", b"nonsense", db=txn.dbs["info"])
+    report = store.verify()
+    assert report.num_problems >= 3
+    assert store.verify(repair=True).repaired
+    assert_sound(store)
+    assert len(store.pins().records) == 1
+    assert store.clear().num_kept == 5
 
 
 def test_nothing_is_evicted_for_its_own_child(store):
@@ -216,7 +320,7 @@ def test_inspect_tells_what_is_there(store):
     store.put(chain("a", 5))
     store.put([record(name("branch", 2), name("a", 1), 2)])
     store.put(chain("b", 2, root=name("tenant", 0)))
-    store.pin([name("b", 1)])
+    store.pin(pin("p", [name("b", 1)]))
     store.describe_namespace(NAMESPACE, '{"model": "toy"}')
     found = store.inspect()
     (space,) = found.namespaces

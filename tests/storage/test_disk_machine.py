@@ -11,13 +11,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.storage.chains import NAMESPACE, TOKENS, assert_sound, chain, load, name, record
+from tests.storage.chains import NAMESPACE, TOKENS, assert_sound, chain, load, name, pin, record
 from tieredkv.storage.codec import RawCodec
 from tieredkv.storage.disk import DiskStore
 from tieredkv.storage.index import record_cost
 from tieredkv.storage.record import max_record_nbytes
 from tieredkv.storage.session import budget_nbytes_for
 from tieredkv.storage.tier import NEVER, LoadOutcome, StoreOutcome
+from tieredkv.types import DEFAULT_PRIORITY
 
 CAPACITY = 512 * 1024
 # One page a block: then LMDB never needs room beyond what is counted, and the model can be exact.
@@ -58,7 +59,6 @@ class Entry:
     last_use: int
     priority: int
     expires_us: int
-    pins: int = 0
 
 
 class Model:
@@ -66,6 +66,7 @@ class Model:
 
     def __init__(self) -> None:
         self.entries: dict[bytes, Entry] = {}
+        self.pins: dict[object, tuple[list[bytes], int]] = {}
         self.clock_us = 0
 
     def tick(self, now_us: int) -> int:
@@ -100,16 +101,23 @@ class Model:
 
     def make_room(self, protected: set[bytes], now_us: int) -> bool:
         while len(self.entries) >= NUM_FIT:
-            leaves = [h for h, e in self.entries.items() if h not in protected and not e.pins and not self.children(h)]
+            leaves = [h for h in self.entries if h not in protected and not self.is_pinned(h) and not self.children(h)]
+            # Priorities expire when room is made, for good: the clock may be set back afterwards. Those of pinned blocks and of
+            # blocks with children do so later.
+            for h in self.entries:
+                entry = self.entries[h]
+                if entry.expires_us <= now_us and not self.children(h) and not self.is_pinned(h):
+                    entry.priority, entry.expires_us = DEFAULT_PRIORITY, NEVER
             if not leaves:
                 return False
-
-            def rank(h: bytes) -> tuple[int, ...]:
-                e = self.entries[h]
-                return (0, e.expires_us) if e.expires_us <= now_us else (1, e.priority, e.last_use)
-
-            self.drop(min(leaves, key=lambda h: (*rank(h), h)))
+            self.drop(min(leaves, key=lambda h: (self.entries[h].priority, self.entries[h].last_use, h)))
         return True
+
+    def is_pinned(self, block_hash: bytes) -> bool:
+        return any(block_hash in pinned for pinned, _ in self.pins.values())
+
+    def expire_pins(self, now_us: int) -> None:
+        self.pins = {key: (held, due) for key, (held, due) in self.pins.items() if due > now_us}
 
     def subtree(self, block_hash: bytes) -> list[bytes]:
         if block_hash not in self.entries:
@@ -125,7 +133,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.model = Model()
         self.store = self.open()
         self.store.put(BALLAST)
-        self.store.pin([BALLAST[-1].hash])
+        self.store.pin(pin("ballast", [BALLAST[-1].hash]))
         self.model.clock_us = self.now_us + len(BALLAST) - 1
 
     def open(self) -> DiskStore:
@@ -169,14 +177,30 @@ class DiskMachine(RuleBasedStateMachine):
     def pass_time(self, step_us):
         self.now_us = max(self.now_us + step_us, 1)
 
-    @rule(data=st.data(), delta=st.sampled_from([1, 1, -1, -1, -1]))
-    def pin(self, data, delta):
+    @rule(data=st.data(), key=st.integers(0, 2), lifetime_us=st.sampled_from([None, 5, 50]))
+    def pin(self, data, key, lifetime_us):
+        path = path_to(self.pick(data))
+        expires_us = NEVER if lifetime_us is None else self.now_us + lifetime_us
+        assert self.store.pin(pin(key, path, expires_us=expires_us)) == sum(h in self.model.entries for h in path)
+        self.model.pins[key] = path, expires_us
+
+    @rule(key=st.integers(0, 2))
+    def unpin(self, key):
+        assert self.store.unpin(pin(key, ()).id)
+        self.model.pins.pop(key, None)
+
+    @rule()
+    def maintain(self):
+        self.store.maintain(idle=False)
+        self.model.expire_pins(self.now_us)
+
+    @rule(data=st.data(), priority=st.sampled_from([0, 35, 60]), lifetime_us=st.sampled_from([1, 50]))
+    def retain(self, data, priority, lifetime_us):
         block_hash = self.pick(data)
-        counts = self.store.pin([block_hash]) if delta > 0 else self.store.unpin([block_hash])
+        self.store.retain([(block_hash, priority, self.now_us + lifetime_us)])
         entry = self.model.entries.get(block_hash)
         if entry is not None:
-            entry.pins = max(entry.pins + delta, 0)
-        assert counts == [None if entry is None else entry.pins]
+            entry.priority, entry.expires_us = priority, self.now_us + lifetime_us
 
     @rule(data=st.data())
     def remove(self, data):
@@ -192,7 +216,7 @@ class DiskMachine(RuleBasedStateMachine):
         chosen = [h for h in self.model.entries if root in (None, TREE[h][2])]
         removed = 0
         for h in sorted(chosen, key=lambda h: -TREE[h][1]):
-            if not self.model.entries[h].pins and not self.model.children(h):
+            if not self.model.is_pinned(h) and not self.model.children(h):
                 self.model.drop(h)
                 removed += 1
         done = self.store.clear(root=root)
@@ -216,6 +240,7 @@ class DiskMachine(RuleBasedStateMachine):
         assert block_hash not in self.store
         # A condemned record goes with all behind it, whatever pins it.
         self.store.maintain(idle=False)
+        self.model.expire_pins(self.now_us)
         for h in reversed(self.model.subtree(block_hash)):
             self.model.drop(h)
 
@@ -230,6 +255,7 @@ class DiskMachine(RuleBasedStateMachine):
             assert self.store.sync()
         self.store.close()
         self.store = self.open()
+        self.model.expire_pins(self.now_us)
 
     @invariant()
     def agrees(self):
@@ -240,6 +266,9 @@ class DiskMachine(RuleBasedStateMachine):
         assert usage.used_nbytes == COST * num_blocks
         assert usage.payload_nbytes == NBYTES * num_blocks
         assert_sound(self.store)
+        seen = {record.id: list(record.hashes) for record in self.store.pins().records}
+        assert seen.pop(pin("ballast", ()).id) == [BALLAST[-1].hash]
+        assert seen == {pin(key, ()).id: path for key, (path, _) in self.model.pins.items()}
         assert self.store.fault is None
         assert {s.digest for s in self.store.inspect().namespaces} == {NAMESPACE}
 

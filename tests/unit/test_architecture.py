@@ -27,6 +27,9 @@ ROWS = {
         "checkpoint",
         "gguf",
         "gguf_tokenizer",
+        "cuda_graphs",
+        "kernel_step",
+        "staging",
     ],
     4: [
         "scheduler",
