@@ -13,37 +13,45 @@ import pytest
 
 from tests.server.fake_engine import FakeEngine
 from tieredkv.config import Config
-from tieredkv.server.app import build_app
+from tieredkv.server.app import build_admin_app, build_app
 from tieredkv.server.main import bind, make_server
 
 
 @contextlib.contextmanager
-def running_server(engine, **settings):
-    """Serve `engine`; yields its base URL, the service and the loop."""
+def running_server(engine, admin=None, **settings):
+    """Serve `engine`, with `admin` also the admin API, wherever `admin_port` moves it; yields URLs, service and loop."""
     config = Config.load({"port": 0, **settings})
-    sock = bind(config.server.host, config.server.port)
-    app, service = build_app(engine, config)
-    started = threading.Event()
-    server = make_server(app, config, started.set)
+    sock = admin_sock = bind(config.server.host, config.server.port)
+    app, service = build_app(engine, config, admin)
+    started = threading.Semaphore(0)
+    pairs = [(make_server(app, config, started.release), sock)]
+    if config.admin.admin_port is not None:
+        admin_sock = bind(config.server.host, config.admin.admin_port, "admin_port")
+        pairs.append((make_server(build_admin_app(service, config), config, started.release), admin_sock))
     loops, tasks = [], []
 
     async def main():
         loops.append(asyncio.get_running_loop())
         tasks.append(asyncio.current_task())
-        await server.serve(sockets=[sock])
+        await asyncio.gather(*(server.serve(sockets=[sock]) for server, sock in pairs))
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), name="server")
     thread.start()
     try:
-        assert started.wait(20)
+        assert all(started.acquire(timeout=20) for _ in pairs)
         host, port = sock.getsockname()
         yield SimpleNamespace(
-            url=f"http://{host}:{port}", port=port, service=service, loop=loops[0], task=tasks[0], engine=engine
-        )
+            url=f"http://{host}:{port}", port=port, service=service, loop=loops[0], task=tasks[0], engine=engine,
+            admin=admin, admin_url=f"http://{host}:{admin_sock.getsockname()[1]}",
+        )  # fmt: skip
     finally:
-        server.should_exit = True
+        if loops:
+            loops[0].call_soon_threadsafe(service.followers.close)
+        for server, _ in pairs:
+            server.should_exit = True
         thread.join(20)
         sock.close()
+        admin_sock.close()
         assert not thread.is_alive()
 
 
