@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tieredkv.kernels.launch import launch_options
+
 # 8-byte words per program, 32 KiB: large enough to amortise a program, small enough that one block fills several
 # multiprocessors. Each of 128 threads moves 16 bytes at a time.
 CHUNK_WORDS = 4096
@@ -60,5 +62,5 @@ def block_copy(destination: torch.Tensor, source: torch.Tensor, pairs: torch.Ten
         block_nbytes // 16,
         CHUNK=CHUNK_WORDS,
         STEP=COPY_WARPS * 64,
-        num_warps=COPY_WARPS,
+        **launch_options(COPY_WARPS),
     )

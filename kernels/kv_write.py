@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tieredkv.kernels.launch import padded_head_dim
+from tieredkv.kernels.launch import launch_options, padded_head_dim
 
 # Numbers that one warp moves at once: 32 threads with 16 bytes of 16-bit numbers each.
 _NUMBERS_PER_WARP = 256
@@ -99,5 +99,5 @@ def kv_write(blocks: torch.Tensor, layer: int, slots: torch.Tensor, k: torch.Ten
         token_stride,
         head_stride,
         **write_constants(num_kv_heads, head_dim, blocks.shape[3]),
-        num_warps=write_warps(num_kv_heads, head_dim),
+        **launch_options(write_warps(num_kv_heads, head_dim)),
     )

@@ -60,6 +60,11 @@ _PREFILL: dict[tuple[int, int], dict[int, tuple[int, int, int, int]]] = {
 }
 
 
+def launch_options(num_warps: int, num_stages: int = 3) -> dict[str, int | bool]:
+    """Triton's options of a launch. A product and a sum may become one instruction: it is faster and rounds once."""
+    return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+
+
 def padded_head_dim(head_dim: int) -> int:
     """The power of two, at least 16, that holds `head_dim`: the width of a tile. Loads of the padding are masked off."""
     return max(16, 1 << (head_dim - 1).bit_length())

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from tieredkv.kernels.device import device_facts
-from tieredkv.kernels.launch import DecodeLaunch, Tile, decode_launch, padded_head_dim
+from tieredkv.kernels.launch import DecodeLaunch, Tile, decode_launch, launch_options, padded_head_dim
 from tieredkv.kernels.paged_tiles import (
     INTERPRETED,
     LOG2_E,
@@ -40,7 +40,7 @@ from tieredkv.kernels.paged_tiles import (
 )
 
 _MERGE_PARTS = 32
-_MERGE_WARPS = 4
+MERGE_WARPS = 4
 
 
 @triton.jit(
@@ -316,8 +316,8 @@ def paged_decode(
         splits,
         launch.min_tiles,
         window,
-        scale,
-        softcap,
+        float(scale),
+        float(softcap),
         out.stride(0),
         out.stride(1),
         q.stride(0),
@@ -338,8 +338,7 @@ def paged_decode(
             split=splits > 1,
             upcast=upcast,
         ),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **launch_options(tile.num_warps, tile.num_stages),
     )
     if splits > 1:
         merge_kernel[(num_heads, num_seqs)](
@@ -353,6 +352,6 @@ def paged_decode(
             out.stride(0),
             out.stride(1),
             **merge_constants(tile, head_dim, window=window > 0),
-            num_warps=_MERGE_WARPS,
+            **launch_options(MERGE_WARPS),
         )
     return out

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from tieredkv.kernels.device import device_facts
-from tieredkv.kernels.launch import Tile, padded_head_dim, prefill_tile
+from tieredkv.kernels.launch import Tile, launch_options, padded_head_dim, prefill_tile
 from tieredkv.kernels.paged_tiles import (
     INTERPRETED,
     LOG2_E,
@@ -277,8 +277,8 @@ def paged_prefill(
         num_seqs,
         (num_seqs - 1).bit_length(),
         window,
-        scale,
-        softcap,
+        float(scale),
+        float(softcap),
         out.stride(0),
         out.stride(1),
         q.stride(0),
@@ -298,7 +298,6 @@ def paged_prefill(
             softcap=softcap > 0,
             upcast=INTERPRETED and q.dtype == torch.bfloat16,
         ),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **launch_options(tile.num_warps, tile.num_stages),
     )
     return out
