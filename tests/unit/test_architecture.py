@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 ROWS = {
     9: ["cli", "server", "bench", "__main__"],
-    8: ["engine", "llm", "build", "admin", "warming", "preload", "prompt_file", "request_log", "transport"],
+    8: ["engine", "llm", "build", "admin", "warming", "preload", "prompt_file", "request_log", "prefix_file", "transport"],
     7: ["core"],
     6: ["model_runner"],
     5: [

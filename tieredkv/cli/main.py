@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from tieredkv import __version__
-from tieredkv.cli import bench, preload, simulate, store
+from tieredkv.cli import bench, preload, simulate, store, transport
 from tieredkv.cli.options import config_option, given_settings, option, settings_fields, with_parameters
 from tieredkv.config import Config
 from tieredkv.errors import ConfigError, StorageError, UnsupportedModelError
@@ -100,6 +100,8 @@ app.command("serve", help=SERVE_HELP)(with_parameters(_serve, _serve_parameters(
 app.command("preload", help=preload.HELP)(with_parameters(preload.preload, preload.parameters()))
 app.command("inspect")(store.inspect_store)
 app.command("verify")(store.verify_store)
+app.command("export", help=transport.EXPORT_HELP)(transport.export_prefixes)
+app.command("import", help=transport.IMPORT_HELP)(transport.import_prefixes)
 app.add_typer(bench.app)
 app.command("simulate", help=simulate.HELP)(simulate.simulate)
 
