@@ -10,6 +10,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -39,7 +41,27 @@ _CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "mistral": (MistralConfig, {"sliding_window": None}),
     "phi3": (Phi3Config, {"sliding_window": None, "original_max_position_embeddings": 2048}),
 }
+# Every layer plain: attention over the whole context.
 ARCHITECTURES = tuple(_CONFIGS)
+# Layers that see a window of the context, shorter than most prompts of the tests and no multiple of a block; Gemma-2 also
+# caps its scores, hard enough to show.
+WINDOW = 20
+_CONFIGS |= {
+    "mistral_window": (MistralConfig, {"sliding_window": WINDOW}),
+    "gemma2": (
+        Gemma2Config,
+        {"sliding_window": WINDOW, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "num_hidden_layers": 4},
+    ),
+    "gemma3_text": (
+        Gemma3TextConfig,
+        {
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+}
+WINDOWED = tuple(name for name in _CONFIGS if name not in ARCHITECTURES)
 
 
 def config_of(arch: str, **changes: Any) -> Any:

@@ -2,15 +2,16 @@
 
 `register()` makes "tieredkv" an attention implementation of transformers. A model loaded with it computes queries, keys
 and values itself and calls `paged_attention`, which stores the new keys and values in the pool and attends over the
-blocks of each sequence. The step's `KVBatch` travels through the model as the keyword `kv_batch`.
+blocks of each sequence. The step's `AttentionStep` travels through the model as the keyword `kv_batch`: a `KVBatch` in
+plain torch on a CPU, a `kernel_step.KernelStep` on CUDA.
 
 Knows nothing of requests, of who owns a block, or of how a model is built. Invariants: everything that depends on the
-step alone is computed once, in `KVBatch`, never per layer; a feature that this attention does not compute is refused.
+step alone is computed once, in its `AttentionStep`, never per layer; a feature that is not computed is refused.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,11 +24,27 @@ from tieredkv.pool import KVPool
 
 NAME = "tieredkv"
 # Keyword -> what it means; each changes the result, so a value that is not None or 0 must not be ignored.
-_REFUSED = {"sliding_window": "sliding-window attention", "softcap": "soft-capped scores", "s_aux": "attention sinks"}
+_REFUSED = {"s_aux": "attention sinks", "position_bias": "attention biased by position"}
+
+
+class AttentionStep(Protocol):
+    """One step's view of the pool: where new keys and values go, and which blocks each sequence reads."""
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store the keys and values of the step's tokens; k, v [T, kv_heads, head_dim]."""
+        ...
+
+    def attend(self, layer: int, q: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
+        """Attention of the step's tokens, whose keys and values are written; q [T, heads, head_dim], same shape back.
+
+        A query sees the last `window` keys, its own included (0: all); scores become `softcap * tanh(score * scale /
+        softcap)` (0: as they are).
+        """
+        ...
 
 
 class KVBatch:
-    """One step's view of the pool: where new keys and values go, and which blocks each sequence reads.
+    """An `AttentionStep` in plain torch.
 
     Rows of q, k, v are the step's tokens in the order of `Batch`: decodes first, then prefills.
     """
@@ -61,24 +78,30 @@ class KVBatch:
         pool.clear_blocks(_opened_blocks(batch, layout.block_size))
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store the keys and values of the step's tokens; k, v [T, kv_heads, head_dim]."""
+        """See `AttentionStep`."""
         reference.write_planned(self.pool.rows, layer, self._writes, k, v)
 
-    def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attention of the step's tokens, whose keys and values are written; q [T, heads, head_dim], same shape back."""
+    def attend(self, layer: int, q: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
+        """See `AttentionStep`."""
         halves, kv_heads = self.pool.halves, self.pool.layout.num_kv_heads
+        options: dict[str, Any] = {"window": window, "softcap": softcap} if window or softcap else {}
+
+        def decode(rows: torch.Tensor) -> torch.Tensor:
+            return reference.decode_groups(rows, halves, layer, self._decodes, kv_heads, scale, **options)
+
+        def prefill(rows: torch.Tensor, plan: reference.PrefillPlan) -> torch.Tensor:
+            return reference.prefill_planned(rows, halves, layer, plan, kv_heads, scale, **options)
+
         if not self._prefills:
-            return reference.decode_groups(q, halves, layer, self._decodes, kv_heads, scale)
+            return decode(q)
         if not self.num_decodes and len(self._prefills) == 1:
-            return reference.prefill_planned(q, halves, layer, self._prefills[0], kv_heads, scale)
+            return prefill(q, self._prefills[0])
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self.num_decodes:
-            out[: self.num_decodes] = reference.decode_groups(
-                q[: self.num_decodes], halves, layer, self._decodes, kv_heads, scale
-            )
+            out[: self.num_decodes] = decode(q[: self.num_decodes])
         for plan in self._prefills:
             part = slice(plan.low, plan.high)
-            out[part] = reference.prefill_planned(q[part], halves, layer, plan, kv_heads, scale)
+            out[part] = prefill(q[part], plan)
         return out
 
 
@@ -98,7 +121,9 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    kv_batch: KVBatch | None = None,
+    kv_batch: AttentionStep | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention call: query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim] after RoPE.
@@ -121,7 +146,8 @@ def paged_attention(
         raise InvariantError(f"attention module without a layer index: {type(module).__name__}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     kv_batch.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    return kv_batch.attend(layer, query[0].transpose(0, 1), scale).unsqueeze(0), None
+    attended = kv_batch.attend(layer, query[0].transpose(0, 1), scale, sliding_window or 0, softcap or 0.0)
+    return attended.unsqueeze(0), None
 
 
 def register() -> None:

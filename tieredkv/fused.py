@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tieredkv.attention import KVBatch
+from tieredkv.attention import AttentionStep
 from tieredkv.layout import KVLayout
 from tieredkv.linear import StackedLinear
 
@@ -118,7 +118,7 @@ class FusedModel:
         self._head.pack(release=not self._tied, keep_rows=keep_rows or self._tied)
 
     def __call__(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, kv_batch: KVBatch
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, kv_batch: AttentionStep
     ) -> torch.Tensor:
         """Logits [N, vocabulary] of the `rows` [N] of the step's tokens; token_ids, positions int64 [T]."""
         hidden = self._embedding(token_ids)
@@ -140,7 +140,7 @@ class FusedModel:
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
     def _run(
-        self, layer: _Layer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv_batch: KVBatch
+        self, layer: _Layer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv_batch: AttentionStep
     ) -> torch.Tensor:
         """hidden [T, hidden] -> [T, hidden]."""
         heads, kv_heads = layer.num_heads, self._num_kv_heads

@@ -1,7 +1,8 @@
 """Runs batches: sizes and owns the pool, drives the model from outside, samples.
 
 The model is a transformers module that attends through `attention.paged_attention`; all new tokens of all sequences go
-through it as one row. Knows nothing of which block holds what, of waiting requests, or of tiers.
+through it as one row. On a CPU the step attends in plain torch. On CUDA it attends through the kernels, its arrays go up in
+one transfer, and decodes replay graphs. Knows nothing of which block holds what, of waiting requests, or of tiers.
 
 Invariants: `execute` computes logits only where a token is sampled and returns one `SampledToken` per entry of
 `batch.sampled`, in its order; a model whose logits differ from stock transformers never gets past `self_check`.
@@ -14,6 +15,7 @@ import math
 import os
 import weakref
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,15 +25,18 @@ import numpy as np
 import torch
 
 from tieredkv import fused, models
-from tieredkv.attention import KVBatch, register
+from tieredkv.attention import AttentionStep, KVBatch, register
 from tieredkv.batch import Batch, SampledToken, build_batch
 from tieredkv.config import Config, format_size
+from tieredkv.cuda_graphs import Capture, CudaCapture, DecodeGraphs, graphs_nbytes
 from tieredkv.errors import ConfigError, UnsupportedModelError
+from tieredkv.kernel_step import KernelOps, KernelStep, ops_for
 from tieredkv.models import LoadedModel
 from tieredkv.pool import KVPool
 from tieredkv.runtime import free_memory_nbytes, num_cores
 from tieredkv.sampler import Sampler
 from tieredkv.sequence import ScheduledSequence, Sequence
+from tieredkv.staging import StepTensors, UploadRing
 from tieredkv.types import EngineRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -51,58 +56,147 @@ class Forward(Protocol):
     """One pass of a model: logits [N, vocabulary] of the `rows` [N] of the tokens; token_ids, positions int64 [T]."""
 
     def __call__(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, kv_batch: KVBatch
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, kv_batch: AttentionStep
     ) -> torch.Tensor: ...
 
 
-class ModelRunner:
-    """One loaded model with its block pool. Used by one thread."""
+class Running:
+    """A step that was launched. `result` waits for it: one `SampledToken` per entry of `batch.sampled`, in its order."""
 
-    def __init__(self, loaded: LoadedModel, config: Config) -> None:
-        """Raises `ConfigError` when the pool would not hold even one block for a sequence."""
+    def __init__(self, finish: Callable[[], list[SampledToken]]) -> None:
+        self._finish = finish
+
+    @torch.inference_mode()
+    def result(self) -> list[SampledToken]:
+        return self._finish()
+
+
+class ModelRunner:
+    """One loaded model with its block pool. Used by one thread.
+
+    `ops` are the kernels to attend with and `capture` is what captures decode steps; by default those of the device.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, config: Config, *, ops: KernelOps | None = None, capture: Capture | None = None
+    ) -> None:
+        """Raises `ConfigError` when the pool would not hold even one block for a sequence, or when the device's kernels are
+        not installed.
+        """
         register()
         self.loaded = loaded
         self.layout = loaded.layout
         self.device = loaded.device
         if loaded.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(num_cores())
-        self._prepared = _prepare(loaded)
+        ops = ops if ops is not None else ops_for(loaded.device)
+        self._path = _HostPath() if ops is None else _KernelPath(ops, loaded.device)
+        self._prepared = _prepare(loaded, self._path)
         self.forward = self._prepared.forward
-        self.num_blocks = plan_num_blocks(loaded, config, self.forward)
+        self.num_blocks = plan_num_blocks(loaded, config, self.forward, self._path)
         self.pool = KVPool(loaded.layout, self.num_blocks, loaded.device, loaded.dtype)
+        self._graphs = self._make_graphs(config, capture)
         self._sampler = Sampler(config.model.seed)
 
-    @torch.inference_mode()
     def execute(self, batch: Batch) -> list[SampledToken]:
         """Compute the batch's tokens into the pool and sample where a sequence reaches its end."""
+        return self.launch(batch).result()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> Running:
+        """Start computing the batch. On CUDA this returns while the device works; one step may be running at a time."""
         logits = self.logits(batch)
         if not batch.sampled:
-            return []
-        return self._sampler.sample(logits, [part.sequence for part in batch.sampled])
+            return Running(list)
+        return Running(self._sampler.start(logits, [part.sequence for part in batch.sampled]))
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> torch.Tensor:
-        """Run the batch; [N, vocabulary], one row per entry of `batch.sampled`."""
-        return _run(self.forward, batch, self.pool)
+        """Run the batch; [N, vocabulary], one row per entry of `batch.sampled`. Valid until the next step."""
+        if self._graphs is not None and isinstance(self._path, _KernelPath) and self._graphs.covers(batch):
+            return self._graphs.replay(batch, self._path.ring)
+        return self._path.run(self.forward, batch, self.pool)
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run a long prompt once, so that the first request does not wait for memory and for kernels made on demand."""
-        num_tokens = min(_WARM_UP_TOKENS, self.loaded.max_model_len)
-        with torch.inference_mode():
-            _run(self.forward, *_synthetic_batch(self.loaded, num_tokens, num_tokens))
+        """Run a long prompt once and capture the decode steps, so that the first request does not wait for memory, for kernels
+        made on demand, or for graphs.
+        """
+        # Kernels that are interpreted have nothing to warm up.
+        if self.device.type == "cuda" or isinstance(self._path, _HostPath):
+            num_tokens = min(_WARM_UP_TOKENS, self.loaded.max_model_len)
+            self._path.run(self.forward, *_synthetic_batch(self.loaded, num_tokens, num_tokens))
+        if self._graphs is not None:
+            try:
+                self._graphs.capture_all()
+            except Exception as error:
+                # Some models decide on the host what to run, as mixtures of experts do.
+                logger.warning("%s cannot be captured, decodes run eagerly: %s", self.loaded.name, error)
+                self._graphs = None
+
+    def _make_graphs(self, config: Config, capture: Capture | None) -> DecodeGraphs | None:
+        """The graphs of this pool and model, not captured yet; None where decodes run eagerly."""
+        path, loaded = self._path, self.loaded
+        if capture is None and loaded.device.type == "cuda":
+            capture = CudaCapture()
+        if capture is None or config.model.enforce_eager or not isinstance(path, _KernelPath):
+            return None
+        return DecodeGraphs(
+            lambda step: path.run_step(self.forward, step, len(step.context_lens), self.pool),
+            capture,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_blocks=_most_blocks(loaded, config, self.num_blocks),
+            vocab_size=loaded.vocab_size,
+            dtype=loaded.dtype,
+            device=loaded.device,
+        )
 
     def self_check(self) -> None:
         """Compare logits of the whole path (prefill in parts, decode, both mixed) with stock transformers'.
 
         Raises `UnsupportedModelError` with the deviation when it is larger than rounding explains.
         """
-        deviation = _deviation(self.loaded, self._prepared, _CHECK_PARTS)
+        deviation = _deviation(self.loaded, self._prepared, self._path, _CHECK_PARTS)
         tolerance = self._prepared.tolerance
         if not deviation <= tolerance:
             raise UnsupportedModelError(
                 f"{self.loaded.name}: logits differ from stock transformers by {deviation:.2g} of the largest logit, "
                 f"more than {tolerance:g}: this model would be served wrongly"
             )
+
+
+class _HostPath:
+    """Batches in plain torch."""
+
+    def run(self, forward: Forward, batch: Batch, pool: KVPool) -> torch.Tensor:
+        """One pass over `batch`, with keys and values in `pool`; logits [N, vocabulary]."""
+        return forward(
+            torch.from_numpy(batch.token_ids),
+            torch.from_numpy(batch.positions),
+            torch.from_numpy(batch.logits_indices),
+            KVBatch(batch, pool),
+        )
+
+
+class _KernelPath:
+    """Batches through the kernels, their arrays staged by `ring`."""
+
+    def __init__(self, ops: KernelOps, device: torch.device) -> None:
+        self._ops = ops
+        self.ring = UploadRing(device)
+
+    def run(self, forward: Forward, batch: Batch, pool: KVPool) -> torch.Tensor:
+        """One pass over `batch`, with keys and values in `pool`; logits [N, vocabulary]."""
+        return self.run_step(forward, self.ring.stage(batch), batch.num_decodes, pool)
+
+    def run_step(self, forward: Forward, step: StepTensors, num_decodes: int, pool: KVPool) -> torch.Tensor:
+        """The same from tensors on the device."""
+        return forward(
+            step.token_ids, step.positions, step.logits_indices, KernelStep(self._ops, pool, step, num_decodes)
+        )
+
+
+_Path = _HostPath | _KernelPath
 
 
 @dataclass(slots=True)
@@ -119,22 +213,25 @@ class _Prepared:
 _prepared_models: WeakKeyDictionary[torch.nn.Module, _Prepared] = WeakKeyDictionary()
 
 
-def _prepare(loaded: LoadedModel) -> _Prepared:
+def _prepare(loaded: LoadedModel, path: _Path) -> _Prepared:
     """Choose the forward for this model and device; the fused one only after its logits were seen to be stock's."""
     known = _prepared_models.get(loaded.model)
     if known is not None:
         return known
     prompt = _check_prompt(loaded.vocab_size)
-    expected = models.stock_logits(loaded.model, prompt)
+    # transformers' SDPA leaves soft-capping out.
+    capped = any(loaded.facts.softcaps)
+    expected = models.stock_logits(loaded.model, prompt, "eager" if capped else "sdpa")
     tolerance = _CHECK_TOLERANCE[loaded.dtype]
-    if loaded.dtype != torch.float32:
+    if loaded.dtype != torch.float32 and not capped:
         noise = _difference(models.stock_logits(loaded.model, prompt, "eager"), expected)
         tolerance = max(tolerance, _CHECK_NOISE_RATIO * noise / _largest(expected))
     prepared = _Prepared(_StockForward(loaded.model), expected, tolerance)
-    candidate = fused.from_model(loaded.model, loaded.layout) if loaded.device.type == "cpu" else None
+    fits = isinstance(path, _HostPath) and loaded.facts.is_plain
+    candidate = fused.from_model(loaded.model, loaded.layout) if fits else None
     if candidate is not None:
         prepared.forward = candidate
-        deviation = _deviation(loaded, prepared, _CHECK_PARTS[:1])
+        deviation = _deviation(loaded, prepared, path, _CHECK_PARTS[:1])
         if deviation <= tolerance:
             candidate.pack()
         else:
@@ -145,7 +242,7 @@ def _prepare(loaded: LoadedModel) -> _Prepared:
 
 
 @torch.inference_mode()
-def _deviation(loaded: LoadedModel, prepared: _Prepared, all_parts: Seq[tuple[int, ...]]) -> float:
+def _deviation(loaded: LoadedModel, prepared: _Prepared, path: _Path, all_parts: Seq[tuple[int, ...]]) -> float:
     """Compute the check prompt once per entry of `all_parts`, step by step in the same batches, in a pool of its own.
 
     Returns the largest deviation from the stock logits, as a share of the largest stock logit.
@@ -166,7 +263,7 @@ def _deviation(loaded: LoadedModel, prepared: _Prepared, all_parts: Seq[tuple[in
                 sequence.token_ids = prompt[: start + parts[step]]
                 scheduled.append(ScheduledSequence(sequence, start, parts[step]))
         scheduled.sort(key=lambda part: part.num_new != 1)
-        ours = _run(prepared.forward, build_batch(scheduled, block_size), pool)
+        ours = path.run(prepared.forward, build_batch(scheduled, block_size), pool)
         rows = torch.tensor([part.end - 1 for part in scheduled], device=loaded.device)
         difference = _difference(ours, prepared.stock_logits[rows])
         if math.isnan(difference):
@@ -192,7 +289,7 @@ class _StockForward:
         self._model = weakref.ref(model)
 
     def __call__(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, kv_batch: KVBatch
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, kv_batch: AttentionStep
     ) -> torch.Tensor:
         """See `Forward`."""
         model: Any = self._model()
@@ -207,24 +304,13 @@ class _StockForward:
         return logits
 
 
-def _run(forward: Forward, batch: Batch, pool: KVPool) -> torch.Tensor:
-    """One pass over `batch`, with keys and values in `pool`; logits [N, vocabulary]."""
-    device = pool.device
-    return forward(
-        torch.from_numpy(batch.token_ids).to(device),
-        torch.from_numpy(batch.positions).to(device),
-        torch.from_numpy(batch.logits_indices).to(device),
-        KVBatch(batch, pool),
-    )
-
-
 def _check_prompt(vocab_size: int) -> list[int]:
     """A fixed pseudo-random prompt of `_CHECK_TOKENS` ids."""
     ids: list[int] = np.random.default_rng(0).integers(0, vocab_size, _CHECK_TOKENS).tolist()
     return ids
 
 
-def plan_num_blocks(loaded: LoadedModel, config: Config, forward: Forward) -> int:
+def plan_num_blocks(loaded: LoadedModel, config: Config, forward: Forward, path: _Path) -> int:
     """How many blocks the pool gets, the null block included. Raises `ConfigError` when not one usable block fits."""
     cache = config.cache
     if cache.num_gpu_blocks_override is not None:
@@ -234,7 +320,7 @@ def plan_num_blocks(loaded: LoadedModel, config: Config, forward: Forward) -> in
         room, key = cache.kv_cache_memory, "kv_cache_memory"
         num_blocks = room // block_nbytes
     else:
-        room = _room_nbytes(loaded, config, forward)
+        room = _room_nbytes(loaded, config, forward, path)
         key = "gpu_memory_utilization" if loaded.device.type == "cuda" else "kv_cache_memory"
         most_useful = 1 + config.scheduler.max_num_seqs * -(-loaded.max_model_len // cache.block_size)
         num_blocks = min(room // block_nbytes, most_useful)
@@ -245,26 +331,37 @@ def plan_num_blocks(loaded: LoadedModel, config: Config, forward: Forward) -> in
     return num_blocks
 
 
-def _room_nbytes(loaded: LoadedModel, config: Config, forward: Forward) -> int:
+def _room_nbytes(loaded: LoadedModel, config: Config, forward: Forward, path: _Path) -> int:
     """Bytes that the pool may take where the user named no size."""
     if loaded.device.type != "cuda":
         return min(free_memory_nbytes() // 4, _CPU_POOL_MOST_NBYTES)
     free, total = torch.cuda.mem_get_info(loaded.device)
     used = total - free
-    return int(total * config.cache.gpu_memory_utilization) - used - _activation_nbytes(loaded, config, forward)
+    graphs = 0
+    if not config.model.enforce_eager:
+        max_blocks = -(-loaded.max_model_len // config.cache.block_size)
+        graphs = graphs_nbytes(config.scheduler.max_num_seqs, max_blocks, loaded.vocab_size, loaded.dtype)
+    room = int(total * config.cache.gpu_memory_utilization) - used - graphs
+    return max(room - _activation_nbytes(loaded, config, forward, path), 0)
 
 
 @torch.inference_mode()
-def _activation_nbytes(loaded: LoadedModel, config: Config, forward: Forward) -> int:
+def _activation_nbytes(loaded: LoadedModel, config: Config, forward: Forward, path: _Path) -> int:
     """Peak bytes that the largest step takes beside weights and pool, found by running one on the GPU."""
     num_tokens = config.scheduler.max_num_batched_tokens
     batch, pool = _synthetic_batch(loaded, num_tokens, min(num_tokens, loaded.max_model_len))
     torch.cuda.synchronize(loaded.device)
     torch.cuda.reset_peak_memory_stats(loaded.device)
     before = torch.cuda.memory_allocated(loaded.device)
-    _run(forward, batch, pool)
+    path.run(forward, batch, pool)
     torch.cuda.synchronize(loaded.device)
     return torch.cuda.max_memory_allocated(loaded.device) - before + pool.nbytes
+
+
+def _most_blocks(loaded: LoadedModel, config: Config, num_blocks: int) -> int:
+    """Blocks of the longest sequence that can run."""
+    longest = min(loaded.max_model_len, config.model.max_model_len or loaded.max_model_len)
+    return min(-(-longest // config.cache.block_size), num_blocks - 1)
 
 
 def _synthetic_batch(loaded: LoadedModel, num_tokens: int, longest: int) -> tuple[Batch, KVPool]:

@@ -61,7 +61,8 @@ class LoadedModel:
     """A model ready to run, and what the other parts need to know of it.
 
     `model` is a transformers `PreTrainedModel` in eval mode on `device`; `max_model_len` is the most tokens it supports;
-    `eos_token_ids` come from its generation config, its config and its tokenizer; `folder` holds its files.
+    `eos_token_ids` come from its generation config, its config and its tokenizer; `folder` holds its files; `facts` says how
+    its layers attend.
     """
 
     name: str
@@ -76,6 +77,7 @@ class LoadedModel:
     vocab_size: int
     eos_token_ids: frozenset[int]
     weights_nbytes: int
+    facts: support.AttentionFacts
 
 
 def load_model(
@@ -102,32 +104,56 @@ def load_model(
         report("Loading weights", 0.0)
         model = _load_weights(checkpoint, hf_config, dtype, device)
         report("Checking the model", 0.9)
-        facts = support.probe_attention(model)
-        layout = KVLayout(
-            num_layers=facts.num_layers,
-            num_kv_heads=facts.num_kv_heads,
-            head_dim=facts.head_dim,
-            block_size=block_size,
-            dtype=str(dtype).removeprefix("torch."),
+        return adopt_model(
+            model, tokenizer, checkpoint.name, checkpoint.folder, digest.result, block_size, max_model_len
         )
-        return LoadedModel(
-            name=checkpoint.name,
-            folder=checkpoint.folder,
-            model=model,
-            tokenizer=tokenizer,
-            device=device,
-            dtype=dtype,
-            layout=layout,
-            namespace=_namespace(model.config, digest.result(), facts, layout),
-            max_model_len=max_model_len,
-            vocab_size=int(model.config.vocab_size),
-            eos_token_ids=_eos_token_ids(model, tokenizer),
-            weights_nbytes=_weights_nbytes(model),
-        )
+
+
+def adopt_model(
+    model: Any,
+    tokenizer: Tokenizer,
+    name: str,
+    folder: Path,
+    weights_digest: Callable[[], str],
+    block_size: int,
+    max_model_len: int,
+) -> LoadedModel:
+    """A model that is in memory, in eval mode and with attention "tieredkv", as a `LoadedModel`.
+
+    `weights_digest()` names the weights' content: two models with different weights must not have the same. Raises
+    `UnsupportedModelError` for a model whose attention is not the kind that is served here.
+    """
+    facts = support.probe_attention(model)
+    dtype: torch.dtype = model.dtype
+    layout = KVLayout(
+        num_layers=facts.num_layers,
+        num_kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        block_size=block_size,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    return LoadedModel(
+        name=name,
+        folder=folder,
+        model=model,
+        tokenizer=tokenizer,
+        device=model.device,
+        dtype=dtype,
+        layout=layout,
+        namespace=_namespace(model.config, weights_digest(), facts, layout),
+        max_model_len=max_model_len,
+        vocab_size=int(model.config.vocab_size),
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        weights_nbytes=_weights_nbytes(model),
+        facts=facts,
+    )
 
 
 def stock_logits(model: Any, token_ids: Sequence[int], attention_name: str = "sdpa") -> torch.Tensor:
-    """Logits `[len(token_ids), vocab]` of one prompt through transformers' own attention: the reference for ours."""
+    """Logits `[len(token_ids), vocab]` of one prompt through transformers' own attention: the reference for ours.
+
+    "sdpa" leaves out soft-capping; for models with it "eager" is the reference.
+    """
     tokens = torch.tensor([list(token_ids)], dtype=torch.long, device=model.device)
     with _attention_of(model, attention_name), torch.inference_mode():
         logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
@@ -246,12 +272,15 @@ def _namespace(hf_config: Any, digest: str, facts: support.AttentionFacts, layou
     apart = {*_ROPE_FIELDS, *_ATTENTION_FIELDS}
     rope = {name: settings[name] for name in _ROPE_FIELDS if settings.get(name) is not None}
     seen = {name: settings[name] for name in _ATTENTION_FIELDS if settings.get(name) is not None}
+    # Only where there are any: what a plain model has stored stays valid.
+    capped = {} if facts.is_plain else {"windows": list(facts.windows), "softcaps": list(facts.softcaps)}
     return Namespace(
         weights=digest,
         config={k: v for k, v in settings.items() if k not in _NOT_ARCHITECTURE and k not in apart},
         rope=rope | {"max_position_embeddings": settings.get("max_position_embeddings")},
         attention=seen
-        | {"num_heads": facts.num_heads, "head_dim": facts.head_dim, "scaling": sorted(set(facts.scalings))},
+        | {"num_heads": facts.num_heads, "head_dim": facts.head_dim, "scaling": sorted(set(facts.scalings))}
+        | capped,
         layout=layout,
     )
 

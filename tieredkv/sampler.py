@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -34,6 +35,16 @@ class Sampler:
 
     def __init__(self, default_seed: int | None = None) -> None:
         self._base = os.urandom(16) if default_seed is None else default_seed.to_bytes(16, "little", signed=True)
+
+    def start(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> Callable[[], list[SampledToken]]:
+        """Begin to choose, without waiting for the device; what is returned waits and answers as `sample` does.
+
+        `logits` must stay as they are until then.
+        """
+        if logits.device.type != "cpu" and all(_is_plain_greedy(s) and s.sampling.logprobs is None for s in sequences):
+            best = logits.argmax(-1)
+            return lambda: [SampledToken(token_id) for token_id in best.tolist()]
+        return lambda: self.sample(logits, sequences)
 
     def sample(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> list[SampledToken]:
         """The next token of each of N sequences; logits [N, vocab] in any float type, left as they are."""

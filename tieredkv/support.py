@@ -1,8 +1,9 @@
 """Whether a model would be computed rightly, decided by checks and not by names.
 
 Two looks: `check_config` before any weight is read, and `probe_attention` on the loaded model, which records what each
-layer really hands to attention. Knows what the kernels can do (causal softmax attention over all earlier tokens, one
-head size, grouped queries); knows no blocks. Every refusal is an `UnsupportedModelError` that names its reason.
+layer really hands to attention. Knows what the kernels can do (causal softmax attention over all earlier tokens or over a
+window of them, scores capped by tanh, one head size, grouped queries); knows no blocks. Every refusal is an
+`UnsupportedModelError` that names its reason.
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from tieredkv.errors import ConfigError, UnsupportedModelError
 
 # The variants whose rotated keys depend on the position alone, never on how long the prompt has become.
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+_LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
 _PROBE = "tieredkv_probe"
 _MULTIMODAL = ("vision_config", "audio_config", "text_config", "speech_config", "image_token_id", "image_token_index")
 _LATENT = ("kv_lora_rank", "qk_rope_head_dim")
 _REFUSED_ARGUMENTS = {
-    "softcap": "attention logit soft-capping",
     "s_aux": "attention sinks",
-    "sliding_window": "a sliding window",
     "position_bias": "attention biased by position",
     "attention_mask": "attention under its own mask",
 }
@@ -32,20 +32,42 @@ _REFUSED_ARGUMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """What the probe saw: the same for every layer, except `scalings`, one per layer."""
+    """What the probe saw: the same for every layer, except what comes once per layer.
+
+    A query attends to the last `windows[layer]` tokens, its own included, or to all (None); scores are capped to
+    `softcaps[layer] * tanh(score / softcaps[layer])`, or not at all (None).
+    """
 
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scalings: tuple[float, ...]
+    windows: tuple[int | None, ...]
+    softcaps: tuple[float | None, ...]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every layer attends to everything, uncapped."""
+        return not any((*self.windows, *self.softcaps))
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call that reached attention in the probe, with the shapes of query, key and value."""
+
+    layer: int
+    shapes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    scaling: float
+    window: int | None
+    softcap: float | None
 
 
 def check_config(config: Any, max_model_len: int | None) -> int:
     """Refuse what the kernels would compute wrongly; return the most tokens that this model supports.
 
-    A sliding window as wide as that number never hides a token, so it is switched off in `config`. Raises
-    `UnsupportedModelError`, or `ConfigError` for a `max_model_len` beyond the model.
+    A sliding window of all layers that is as wide as `max_model_len` never hides a token, so it is switched off in `config`.
+    Raises `UnsupportedModelError`, or `ConfigError` for a `max_model_len` beyond the model.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError("encoder-decoder models are not supported: only decoders have a prefix to reuse")
@@ -61,9 +83,11 @@ def check_config(config: Any, max_model_len: int | None) -> int:
         raise UnsupportedModelError("layers that share another layer's keys and values are not supported")
     if getattr(config, "alibi", False):
         raise UnsupportedModelError("attention biased by position (ALiBi) is not supported")
-    for name in ("attn_logit_softcapping", "attn_logit_cap"):
-        if getattr(config, name, None):
-            raise UnsupportedModelError(f"attention logit soft-capping ({name}) is not supported")
+    kinds = getattr(config, "layer_types", None) or ()
+    if unknown := sorted({*kinds} - _LAYER_KINDS):
+        raise UnsupportedModelError(
+            f"layers of type {unknown[0]!r} are not supported, only full and sliding-window attention are"
+        )
     for kind in rope_kinds(config):
         if kind not in _STATIC_ROPE:
             raise UnsupportedModelError(
@@ -77,16 +101,11 @@ def check_config(config: Any, max_model_len: int | None) -> int:
         raise ConfigError(
             "must be given: the model's config does not say how many tokens it supports", key="max_model_len"
         )
-    window = _sliding_window(config)
-    if window is None:
+    window = getattr(config, "sliding_window", None)
+    if window is None or kinds or wanted > window or getattr(config, "use_sliding_window", True) is False:
         return trained or wanted
-    if wanted > window:
-        raise UnsupportedModelError(
-            f"the model attends to a sliding window of {window} tokens, which is not supported for contexts longer than "
-            f"the window; --max-model-len {window} or less makes it exact"
-        )
     config.sliding_window = None
-    return window if trained is None else min(window, trained)
+    return int(window) if trained is None else min(int(window), trained)
 
 
 def rope_kinds(config: Any) -> Iterator[str]:
@@ -105,21 +124,6 @@ def _context_length(config: Any) -> int | None:
         if isinstance(value, int) and value > 0:
             return value
     return None
-
-
-def _sliding_window(config: Any) -> int | None:
-    """The window when all layers have it; None when no layer has one. Raises for any other kind or mix of layers."""
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if unknown := kinds - {"full_attention", "sliding_attention"}:
-        raise UnsupportedModelError(f"layers of type {sorted(unknown)[0]!r} are not supported, only full attention is")
-    if len(kinds) == 2:
-        raise UnsupportedModelError("models that mix full and sliding-window attention are not supported")
-    window = getattr(config, "sliding_window", None)
-    if kinds == {"sliding_attention"}:
-        raise UnsupportedModelError("layers of type 'sliding_attention' are not supported, only full attention is")
-    if kinds == {"full_attention"} or window is None or getattr(config, "use_sliding_window", True) is False:
-        return None
-    return int(window)
 
 
 def check_model_class(model_class: Any) -> None:
@@ -145,7 +149,7 @@ def probe_attention(model: Any) -> AttentionFacts:
     """
     from transformers import AttentionInterface
 
-    calls: list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], float]] = []
+    calls: list[_Call] = []
     marker = object()
 
     def record(
@@ -158,11 +162,16 @@ def probe_attention(model: Any) -> AttentionFacts:
                 raise UnsupportedModelError(f"{meaning} is not supported ({type(module).__name__} asks for it)")
         if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             raise UnsupportedModelError(f"{type(module).__name__} attends to later tokens, which cannot be cached")
-        scaling = kwargs.get("scaling")
-        scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        scaling, window, softcap = kwargs.get("scaling"), kwargs.get("sliding_window"), kwargs.get("softcap")
         layer = getattr(module, "layer_idx", None)
         calls.append(
-            (-1 if layer is None else int(layer), tuple(query.shape), tuple(key.shape), tuple(value.shape), scaling)
+            _Call(
+                layer=-1 if layer is None else int(layer),
+                shapes=(tuple(query.shape), tuple(key.shape), tuple(value.shape)),
+                scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+                window=int(window) if window else None,
+                softcap=float(softcap) if softcap else None,
+            )
         )
         output = value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         return output.transpose(1, 2).contiguous(), None
@@ -184,12 +193,21 @@ def probe_attention(model: Any) -> AttentionFacts:
     finally:
         model.set_attn_implementation(before)
     num_layers = int(model.config.num_hidden_layers)
-    if sorted(call[0] for call in calls) != list(range(num_layers)):
+    calls.sort(key=lambda call: call.layer)
+    if [call.layer for call in calls] != list(range(num_layers)):
         raise UnsupportedModelError(
             f"{len(calls)} calls of attention in {num_layers} layers: every layer must call it exactly once with its own "
             "index (recurrent and state-space layers are not supported)"
         )
-    _, query, key, value, _ = calls[0]
-    if any(call[1:4] != (query, key, value) for call in calls) or key != value or query[-1] != key[-1]:
+    query, key, value = calls[0].shapes
+    if any(call.shapes != (query, key, value) for call in calls) or key != value or query[-1] != key[-1]:
         raise UnsupportedModelError("keys and values must have one shape in all layers")
-    return AttentionFacts(num_layers, query[1], key[1], key[-1], tuple(call[4] for call in sorted(calls)))
+    return AttentionFacts(
+        num_layers=num_layers,
+        num_heads=query[1],
+        num_kv_heads=key[1],
+        head_dim=key[-1],
+        scalings=tuple(call.scaling for call in calls),
+        windows=tuple(call.window for call in calls),
+        softcaps=tuple(call.softcap for call in calls),
+    )

@@ -7,14 +7,17 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tieredkv import LLM, SamplingParams
 
 
 @cache
 def stock_model(path: str):
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+    # transformers' SDPA knows no soft-capping.
+    capped = getattr(AutoConfig.from_pretrained(path), "attn_logit_softcapping", None)
+    attention = "eager" if capped else "sdpa"
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
 
 
 @torch.inference_mode()

@@ -48,7 +48,7 @@ def test_a_lost_step_is_an_error():
         call(None, 3)
 
 
-@pytest.mark.parametrize("feature", [{"sliding_window": 4}, {"softcap": 30.0}, {"s_aux": torch.zeros(4)}])
+@pytest.mark.parametrize("feature", [{"position_bias": torch.zeros(4)}, {"s_aux": torch.zeros(4)}])
 def test_what_is_not_computed_is_refused(feature):
     with pytest.raises(UnsupportedModelError, match=next(iter(feature))):
         call(batch(), 5, **feature)
