@@ -1,0 +1,258 @@
+"""How batches reach a GPU, on a CPU: staged arrays, one step over the kernels' faces, decodes replayed from fixed buffers.
+
+The kernels are replaced by their definition, and a graph by calling again what was captured; all else is what serves on
+CUDA.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.test_model_runner import BLOCK_SIZE, load, run_at_random, sequences
+from tests.engine.truth import greedy, random_prompt, stock_model, stock_tokens
+from tests.models_for_tests import ARCHITECTURES, WINDOWED
+from tests.naive_kernels import OPS
+from tieredkv.batch import build_batch
+from tieredkv.build import build_core
+from tieredkv.cuda_graphs import graph_sizes, graphs_nbytes
+from tieredkv.model_runner import ModelRunner
+from tieredkv.sequence import ScheduledSequence, Sequence
+from tieredkv.staging import UploadRing
+from tieredkv.types import EngineRequest, SamplingParams
+
+CPU = torch.device("cpu")
+
+
+class Recorder:
+    """Captures by remembering, and counts replays."""
+
+    def __init__(self) -> None:
+        self.num_captures = 0
+        self.num_replays = 0
+
+    def __call__(self, function):
+        function()
+        self.num_captures += 1
+
+        def replay() -> None:
+            self.num_replays += 1
+            function()
+
+        return replay
+
+
+@torch.inference_mode()
+def expected_logits(path, token_ids):
+    return stock_model(str(path))(torch.tensor([token_ids]), use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", *WINDOWED])
+def test_logits_equal_stock_in_any_mix_of_steps(folder, arch):
+    loaded, chosen = load(folder(arch))
+    runner = ModelRunner(loaded, chosen, ops=OPS)
+    runner.self_check()
+    runner.pool.blocks.fill_(float("nan"))
+    made = sequences([5, 33, 170])
+    for sequence, found in zip(made, run_at_random(runner, made), strict=True):
+        expected = expected_logits(folder(arch), sequence.token_ids)
+        for position, row in found.items():
+            torch.testing.assert_close(row, expected[position], rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+# Graphs
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (20, [1, 2, 4, 8, 16, 20])]
+)
+def test_padded_sizes(most, sizes):
+    assert graph_sizes(most) == sizes
+    assert graphs_nbytes(most, 10, 100, torch.float32) >= most * (10 * 4 + 100 * 4)
+
+
+def test_padded_sizes_waste_little():
+    sizes = graph_sizes(256)
+    assert sizes[-1] == 256
+    for num in range(1, 257):
+        padded = next(size for size in sizes if size >= num)
+        assert padded - num < 8
+
+
+@pytest.fixture(scope="module")
+def runners(folder):
+    """One that replays and one that does not, over the same model."""
+    recorder = Recorder()
+    found = []
+    for capture in (recorder, None):
+        loaded, chosen = load(folder("gemma2"), max_num_seqs=11, max_model_len=112)
+        found.append(ModelRunner(loaded, chosen, ops=OPS, capture=capture))
+        found[-1].warm_up()
+    return *found, recorder
+
+
+def decodes(rng: random.Random, num: int) -> list[ScheduledSequence]:
+    """`num` sequences that decode one token each, with scattered blocks."""
+    free = list(range(1, 200))
+    rng.shuffle(free)
+    parts = []
+    for _ in range(num):
+        length = rng.randrange(1, 112)
+        request = EngineRequest("r", [rng.randrange(300) for _ in range(length)], SamplingParams(temperature=0.0))
+        sequence = Sequence(request, b"")
+        sequence.block_ids = array("i", [free.pop() for _ in range(-(-length // BLOCK_SIZE))])
+        parts.append(ScheduledSequence(sequence, length - 1, 1))
+    return parts
+
+
+@settings(max_examples=20, deadline=None)
+@given(num=st.integers(1, 11), seed=st.integers(0, 1000))
+def test_a_replay_equals_the_same_batch_run_eagerly(runners, num, seed):
+    replaying, eager, recorder = runners
+    assert recorder.num_captures == len(graph_sizes(11))
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    blocks = torch.randn(replaying.pool.blocks.shape)
+    # What a batch does not own is poison, and what lies in the null block does not matter.
+    parts = decodes(rng, num)
+    owned = sorted({block_id for part in parts for block_id in part.sequence.block_ids})
+    for runner in (replaying, eager):
+        runner.pool.blocks.fill_(float("nan"))
+        runner.pool.blocks[owned] = blocks[owned]
+    batch = build_batch(parts, BLOCK_SIZE)
+    before = recorder.num_replays
+    ours, theirs = replaying.logits(batch), eager.logits(batch)
+    assert recorder.num_replays == before + 1
+    assert ours.shape == theirs.shape
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    # Padding writes to the null block alone.
+    torch.testing.assert_close(replaying.pool.blocks[1:], eager.pool.blocks[1:], equal_nan=True)
+
+
+def test_what_cannot_be_replayed_runs_eagerly(runners):
+    replaying, _, recorder = runners
+    rng = random.Random(0)
+    before = recorder.num_replays
+    prefill = decodes(rng, 1)
+    prefill[0] = ScheduledSequence(prefill[0].sequence, 0, prefill[0].sequence.num_tokens)
+    replaying.logits(build_batch([*decodes(rng, 2), *prefill], BLOCK_SIZE))
+    # The one-token end of a part that is not sampled.
+    (part,) = decodes(rng, 1)
+    part.sequence.token_ids.append(5)
+    part.sequence.block_ids = array("i", [1, 2, 3, 4, 5, 6, 7, 8])
+    replaying.logits(build_batch([part], BLOCK_SIZE))
+    replaying.logits(build_batch(decodes(rng, 12), BLOCK_SIZE))
+    assert recorder.num_replays == before
+
+
+def test_eager_means_eager(folder):
+    loaded, chosen = load(folder("llama"), enforce_eager=True)
+    recorder = Recorder()
+    ModelRunner(loaded, chosen, ops=OPS, capture=recorder).warm_up()
+    assert recorder.num_captures == 0
+
+
+def test_a_model_that_cannot_be_captured_is_served_eagerly(folder, caplog):
+    def refuse(function):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    loaded, chosen = load(folder("llama"))
+    runner = ModelRunner(loaded, chosen, ops=OPS, capture=refuse)
+    with caplog.at_level("WARNING"):
+        runner.warm_up()
+    assert "decodes run eagerly" in caplog.text
+    made = sequences([40])
+    run_at_random(runner, made)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma2"])
+def test_the_engine_over_graphs_gives_stock_tokens(folder, arch):
+    loaded, chosen = load(
+        folder(arch),
+        max_num_seqs=5,
+        max_model_len=128,
+        num_gpu_blocks_override=24,
+        host_memory="1MiB",
+        restore="always",
+    )
+    recorder = Recorder()
+    runner = ModelRunner(loaded, chosen, ops=OPS, capture=recorder)
+    runner.warm_up()
+    core = build_core(runner, chosen)
+    prompts = {f"r{i}": random_prompt(10 + 12 * i, seed=i) for i in range(7)}
+    for _ in range(2):
+        tokens = {name: [] for name in prompts}
+        for name, prompt in prompts.items():
+            core.add(EngineRequest(name, prompt, greedy(12)))
+        while core.has_work:
+            for output in core.step():
+                tokens[output.request_id] += output.new_token_ids
+            if core.is_stalled:
+                core.wait(0.01)
+        for name, prompt in prompts.items():
+            assert tokens[name] == stock_tokens(str(folder(arch)), prompt, 12)
+    assert recorder.num_replays > 20
+    core.check_integrity()
+    core.close(5.0)
+
+
+# Staging
+
+
+class CrankedEvent:
+    """An event that happens when the test says so, or when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.pending = False
+        self.num_waits = 0
+
+    def record(self) -> None:
+        self.pending = True
+
+    def synchronize(self) -> None:
+        self.num_waits += self.pending
+        self.pending = False
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 40_000), min_size=1, max_size=12), st.integers(1, 3))
+def test_what_is_staged_arrives_whatever_its_size(sizes, num_buffers):
+    events: list[CrankedEvent] = []
+
+    def new_event() -> CrankedEvent:
+        events.append(CrankedEvent())
+        return events[-1]
+
+    ring = UploadRing(CPU, num_buffers, new_event)
+    rng = np.random.default_rng(0)
+    for number, size in enumerate(sizes):
+        arrays = [
+            rng.integers(-(2**60), 2**60, size),
+            rng.integers(-(2**30), 2**30, (3, size // 7), dtype=np.int32),
+            rng.integers(0, 9, 1),
+            np.zeros((2, 0), dtype=np.int32),
+        ]
+        tensors = ring.upload(arrays)
+        for array_, tensor in zip(arrays, tensors, strict=True):
+            assert tensor.shape == array_.shape
+            assert np.array_equal(tensor.numpy(), array_)
+            assert tensor.storage_offset() * tensor.element_size() % 16 == 0
+        # A buffer is taken again only after its event was waited for.
+        assert sum(event.num_waits for event in events) == max(number + 1 - num_buffers, 0)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES[:1])
+def test_a_step_is_launched_and_then_awaited(folder, arch):
+    loaded, chosen = load(folder(arch))
+    runner = ModelRunner(loaded, chosen, ops=OPS)
+    (sequence,) = sequences([20])
+    running = runner.launch(build_batch([ScheduledSequence(sequence, 0, 20)], BLOCK_SIZE))
+    (token,) = running.result()
+    assert token.token_id == expected_logits(folder(arch), sequence.token_ids)[-1].argmax().item()
+    assert runner.launch(build_batch([ScheduledSequence(sequence, 0, 10)], BLOCK_SIZE)).result() == []
