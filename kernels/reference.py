@@ -9,6 +9,10 @@ Three operations on the pool `blocks [num_blocks, layers, 2 (key, value), block_
 Each comes twice: as a function of the batch's arrays, which says what is meant, and as a function of a *plan* made once
 per step for all layers, which does the work. Index tensors of all layers are made by one addition, not one per layer.
 
+Two options change what is computed. `window`: a query sees its own key and the `window - 1` before it (transformers'
+`sliding_window`); 0 means all. `softcap`: scores become `softcap * tanh(score / softcap)` (transformers' `softcap`); 0 means
+off. Both are per call, because models have them in some layers only; blocks before a window may still be read.
+
 Knows nothing of requests or of who owns a block. Invariants: a block outside a sequence's table never reaches its output,
 not even as 0 x NaN: tables are read only up to the context's last block, and rows shorter than their neighbours are
 padded with a block of their own. Within a sequence's last block, slots past the context must hold finite numbers
@@ -20,7 +24,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -74,6 +78,8 @@ class DecodePlan:
     index        per layer int64 [2 * B * N]: see `half_indices`; N blocks per sequence
     context_len  keys that are read per sequence
     mask         [B, 1, 1, context_len], 0 or -inf, or None when all contexts have this length
+    lens         int64 [B, 1], each sequence's context
+    windows      window -> its mask, made when first asked for and shared by the layers that have it
     """
 
     members: torch.Tensor | None
@@ -81,6 +87,23 @@ class DecodePlan:
     num_sequences: int
     context_len: int
     mask: torch.Tensor | None
+    lens: NDArray[np.int64]
+    windows: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def mask_for(self, window: int, like: torch.Tensor) -> torch.Tensor | None:
+        """The mask under a sliding window; in the type and on the device of `like`."""
+        if not 0 < window < self.context_len:
+            return self.mask
+        if window not in self.windows:
+            positions = np.arange(self.context_len)
+            hidden = (positions >= self.lens) | (positions < self.lens - window)
+            self.windows[window] = _minus_infinity(torch.from_numpy(hidden)[:, None, None], like.dtype, like.device)
+        return self.windows[window]
+
+
+def _minus_infinity(hidden: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """-inf where `hidden`, else 0."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden.to(device), float("-inf"))
 
 
 def plan_decode(
@@ -111,8 +134,8 @@ def plan_decode(
             # Past a sequence's end read its own first block again: masked out, and finite whatever other blocks hold.
             past_end = np.arange(num_blocks) * block_size >= lens[:, None]
             tables = np.where(past_end, tables[:, :1], tables)
-            late = torch.from_numpy(np.arange(longest) >= lens[:, None])[:, None, None].to(device)
-            mask = torch.zeros(late.shape, dtype=dtype, device=device).masked_fill_(late, float("-inf"))
+            late = torch.from_numpy(np.arange(longest) >= lens[:, None])[:, None, None]
+            mask = _minus_infinity(late, dtype, device)
         plans.append(
             DecodePlan(
                 members=None if order is None else torch.from_numpy(members).to(device),
@@ -120,6 +143,7 @@ def plan_decode(
                 num_sequences=len(lens),
                 context_len=longest,
                 mask=mask,
+                lens=lens[:, None].astype(np.int64),
             )
         )
     return plans
@@ -138,7 +162,14 @@ def _split_by_length(sorted_lens: NDArray[np.int32]) -> list[int]:
 
 
 def decode_planned(
-    q: torch.Tensor, halves: torch.Tensor, layer: int, plan: DecodePlan, num_kv_heads: int, scale: float
+    q: torch.Tensor,
+    halves: torch.Tensor,
+    layer: int,
+    plan: DecodePlan,
+    num_kv_heads: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """q [B, heads, head_dim] -> [B, heads, head_dim].
 
@@ -148,15 +179,18 @@ def decode_planned(
     batch, heads, dim = q.shape
     group = heads // num_kv_heads
     kv = halves.index_select(0, plan.index[layer]).view(2, batch, -1, num_kv_heads, dim)[:, :, : plan.context_len]
-    if batch < _SMALL_DECODE:
+    mask = plan.mask_for(window, q)
+    if batch < _SMALL_DECODE and not softcap:
         k, v = kv.transpose(2, 3).unbind(0)
         grouped = q.view(batch, num_kv_heads, group, dim)
-        out = torch.nn.functional.scaled_dot_product_attention(grouped, k, v, attn_mask=plan.mask, scale=scale)
+        out = torch.nn.functional.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
         return out.reshape(batch, heads, dim)
     k, v = kv.transpose(2, 3).reshape(2, batch * num_kv_heads, plan.context_len, dim).unbind(0)
     scores = torch.bmm((q * scale).view(batch * num_kv_heads, group, dim), k.transpose(1, 2))
-    if plan.mask is not None:
-        scores.view(batch, num_kv_heads, group, plan.context_len).add_(plan.mask)
+    if softcap:
+        scores.div_(softcap).tanh_().mul_(softcap)
+    if mask is not None:
+        scores.view(batch, num_kv_heads, group, plan.context_len).add_(mask)
     return torch.bmm(torch.softmax(scores, -1, out=scores), v).view(batch, heads, dim)
 
 
@@ -194,12 +228,22 @@ def plan_prefill(
 
 
 def prefill_planned(
-    q: torch.Tensor, halves: torch.Tensor, layer: int, plan: PrefillPlan, num_kv_heads: int, scale: float
+    q: torch.Tensor,
+    halves: torch.Tensor,
+    layer: int,
+    plan: PrefillPlan,
+    num_kv_heads: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """q [T, heads, head_dim] -> [T, heads, head_dim].
 
     Rows of queries go in blocks: scores of one block against every key up to its last query, mask on the diagonal part
-    only, softmax in place, product with the values. The query group is folded into the rows, as in decode.
+    only, softmax in place, product with the values. The query group is folded into the rows, as in decode. Under a window
+    the keys begin with the first query's window, and the mask of that edge is the diagonal's, turned over:
+
+        row i sees keys i .. i + window - 1, counted from the window of row 0
     """
     tokens, heads, dim = q.shape
     group = heads // num_kv_heads
@@ -211,11 +255,18 @@ def prefill_planned(
     for low in range(0, tokens, QUERY_BLOCK):
         high = min(low + QUERY_BLOCK, tokens)
         first_new, num_keys = plan.num_cached + low, plan.num_cached + high
+        window_low = first_new - window + 1 if window else 0
+        first_key = max(window_low, 0)
         block = slice(low * group, high * group)
-        scores = torch.bmm(rows[:, block], k[:, :num_keys].transpose(1, 2))
-        diagonal = scores.view(num_kv_heads, high - low, group, num_keys)[..., first_new:]
-        diagonal.add_(mask[: high - low, :, : high - low])
-        torch.bmm(torch.softmax(scores, -1, out=scores), v[:, :num_keys], out=out[:, block])
+        scores = torch.bmm(rows[:, block], k[:, first_key:num_keys].transpose(1, 2))
+        if softcap:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        by_row = scores.view(num_kv_heads, high - low, group, num_keys - first_key)
+        by_row[..., first_new - first_key :].add_(mask[: high - low, :, : high - low])
+        num_cut = high - low - (first_key - window_low)
+        if window and num_cut > 0:
+            by_row[..., :num_cut].add_(mask.transpose(0, 2)[: high - low, :, high - low - num_cut : high - low])
+        torch.bmm(torch.softmax(scores, -1, out=scores), v[:, first_key:num_keys], out=out[:, block])
     return out.view(num_kv_heads, tokens, group, dim).permute(1, 0, 2, 3).reshape(tokens, heads, dim)
 
 
@@ -223,7 +274,7 @@ def prefill_planned(
 def _causal_mask(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[QUERY_BLOCK, 1, QUERY_BLOCK]: -inf where the key lies after the query, else 0; its corner serves any smaller block."""
     late = torch.ones((QUERY_BLOCK, QUERY_BLOCK), dtype=torch.bool, device=device).triu_(1)
-    return torch.zeros(late.shape, dtype=dtype, device=device).masked_fill_(late, float("-inf")).unsqueeze(1)
+    return _minus_infinity(late, dtype, device).unsqueeze(1)
 
 
 def kv_write(blocks: torch.Tensor, layer: int, slots: NDArray[np.int64], k: torch.Tensor, v: torch.Tensor) -> None:
@@ -239,12 +290,14 @@ def paged_decode(
     block_tables: NDArray[np.int32],
     context_lens: NDArray[np.int32],
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """softmax(q K^T * scale) V per sequence over its context; q [B, heads, head_dim], block_tables [B, N], context_lens [B]."""
     _, num_layers, _, block_size, kv_heads, dim = blocks.shape
     halves = blocks.view(-1, block_size * kv_heads * dim)
     plans = plan_decode(block_tables, context_lens, num_layers, block_size, q.dtype, q.device)
-    return decode_groups(q, halves, layer, plans, kv_heads, scale)
+    return decode_groups(q, halves, layer, plans, kv_heads, scale, window, softcap)
 
 
 def decode_groups(
@@ -254,15 +307,17 @@ def decode_groups(
     plans: Sequence[DecodePlan],
     num_kv_heads: int,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """`decode_planned` for every group; q [B, heads, head_dim] -> [B, heads, head_dim]."""
     if len(plans) == 1:
-        return decode_planned(q, halves, layer, plans[0], num_kv_heads, scale)
+        return decode_planned(q, halves, layer, plans[0], num_kv_heads, scale, window, softcap)
     out = torch.empty_like(q)
     for plan in plans:
         members = plan.members
         if members is not None:
-            out[members] = decode_planned(q[members], halves, layer, plan, num_kv_heads, scale)
+            out[members] = decode_planned(q[members], halves, layer, plan, num_kv_heads, scale, window, softcap)
     return out
 
 
@@ -274,6 +329,8 @@ def paged_prefill(
     context_lens: NDArray[np.int32],
     query_starts: NDArray[np.int32],
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Causal attention of the last tokens of each context; q [T, heads, head_dim], sequence s owns rows
     `[query_starts[s], query_starts[s + 1])`, which are the last tokens of its context."""
@@ -283,5 +340,5 @@ def paged_prefill(
     for s, context_len in enumerate(context_lens.tolist()):
         low, high = int(query_starts[s]), int(query_starts[s + 1])
         plan = plan_prefill(block_tables[s], low, high, context_len, num_layers, block_size, q.device)
-        out[low:high] = prefill_planned(q[low:high], halves, layer, plan, kv_heads, scale)
+        out[low:high] = prefill_planned(q[low:high], halves, layer, plan, kv_heads, scale, window, softcap)
     return out

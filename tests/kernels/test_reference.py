@@ -46,13 +46,20 @@ def make_case(context_lens: list[int], *, block_size=16, kv_heads=2, dim=16, dty
     return Case(blocks, tables, np.asarray(context_lens, dtype=np.int32), keys, values)
 
 
-def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0
+) -> torch.Tensor:
     """q [T, heads, dim] are the last T of the S tokens in k, v [S, kv_heads, dim]; computed in float64."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
     scores = torch.einsum("thd,shd->hts", q.double(), k) * scale
-    late = torch.arange(len(k))[None] > torch.arange(len(k) - len(q), len(k))[:, None]
-    return torch.einsum("hts,shd->thd", scores.masked_fill(late, -math.inf).softmax(-1), v)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    keys, queries = torch.arange(len(k))[None], torch.arange(len(k) - len(q), len(k))[:, None]
+    hidden = keys > queries
+    if window:
+        hidden |= keys <= queries - window
+    return torch.einsum("hts,shd->thd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
 
 
 def assert_close(ours: torch.Tensor, expected: torch.Tensor) -> None:
@@ -97,6 +104,32 @@ def test_prefill_of_several_sequences_with_grouped_heads(heads, kv_heads, dim):
     for s in range(3):
         part = slice(starts[s], starts[s + 1])
         assert_close(ours[part], plain_attention(q[part], case.keys[s], case.values[s], scale))
+
+
+OPTIONS = [(1, 0.0), (16, 0.0), (37, 0.0), (150, 0.0), (10_000, 0.0), (0, 0.5), (20, 2.0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("window", "softcap"), OPTIONS)
+@pytest.mark.parametrize("context_lens", [[37], [5, 33], [1, 17, 31, 48, 100], [3, 5, 400, 410, 90, 1000]])
+def test_decode_under_a_window_and_a_soft_cap(context_lens, window, softcap, dtype):
+    case = make_case(context_lens, dtype=dtype)
+    q = torch.randn(len(context_lens), 6, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+    ours = reference.paged_decode(q, case.blocks, 1, case.tables, case.context_lens, 0.3, window, softcap)
+    for s in range(len(context_lens)):
+        expected = plain_attention(q[s : s + 1], case.keys[s], case.values[s], 0.3, window, softcap)
+        assert_close(ours[s : s + 1], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("window", "softcap"), OPTIONS)
+@pytest.mark.parametrize(("cached", "new"), [(0, 1), (0, 300), (130, 2), (130, 300), (16, 600), (700, 257)])
+def test_prefill_under_a_window_and_a_soft_cap(cached, new, window, softcap, dtype):
+    case = make_case([cached + new], dtype=dtype)
+    q = torch.randn(new, 4, 16, generator=torch.Generator().manual_seed(2)).to(dtype)
+    starts = np.asarray([0, new], dtype=np.int32)
+    ours = reference.paged_prefill(q, case.blocks, 1, case.tables, case.context_lens, starts, 0.25, window, softcap)
+    assert_close(ours, plain_attention(q, case.keys[0], case.values[0], 0.25, window, softcap))
 
 
 def test_write_fills_its_slots_and_nothing_else():
