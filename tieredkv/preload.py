@@ -218,24 +218,34 @@ class Preloader:
         self._most_unsaved = max(min(UNSAVED_NBYTES // block_nbytes, core.pool.num_usable // 4), 1)
 
     def pin(self, entries: Iterable[Entry]) -> list[PinReport]:
-        """Pin prompts before they are computed. One that is pinned already under the same name stays as it is, but for its
-        time to live, which begins anew.
+        """Pin prompts before they are computed. A pin without an end that is there already stays as it is; any other one with
+        the same name begins anew.
         """
         wanted = [entry for entry in entries if entry.last_hash]
         if not wanted:
             return []
-        pins = self._core.pins
-        known = {(report.prefix, report.name): report for report in pins.list(scope=None)}
+        self._settle_pins()
+        known = {(report.prefix, report.name): report for report in self._core.pins.list()}
         reports = []
         for entry in wanted:
             before = known.get((entry.last_hash.hex(), entry.name))
-            if before is not None and before.expires_s is None and entry.ttl_s is None:
-                reports.append(before)
-                continue
-            if before is not None:
-                pins.unpin(before.id, scope=None)
-            reports.append(pin(self._core, entry.source.load()))
+            lasting = before is not None and before.expires_s is None and entry.ttl_s is None
+            reports.append(before if before is not None and lasting else pin(self._core, entry.source.load()))
+        self._settle_pins()
         return reports
+
+    def look_again(self, reports: Sequence[PinReport]) -> list[PinReport]:
+        """The pins as they stand now; a refused one as it was."""
+        self._settle_pins()
+        return [(report.id and self._core.pins.get(report.id)) or report for report in reports]
+
+    def _settle_pins(self) -> None:
+        """Wait until the store has answered everything about pins."""
+        give_up_s = time.monotonic() + PATIENCE_S
+        while self._core.pins.busy and time.monotonic() < give_up_s:
+            self._core.cache.poll()
+            self._core.pins.expire()
+            self._core.wait(_POLL_S)
 
     def touch(self, entries: Iterable[Entry]) -> None:
         """Count stored prompts as used now, so that older blocks are evicted before them."""

@@ -24,7 +24,7 @@ from tieredkv.errors import ConfigError
 from tieredkv.types import Tier
 
 MAX_LINE_NBYTES = 64 * 1024**2
-MAX_NAME_CHARS = 256
+MAX_NAME_CHARS = 200
 MAX_TTL_S = 10 * 365 * 86400.0
 KEYS = ("prompt", "messages", "tokens", "name", "pin", "ttl", "cache_salt", "tier")
 _CONTENT = ("prompt", "messages", "tokens")
@@ -197,4 +197,4 @@ def is_token_list(value: object) -> bool:
     """Whether `value` is a list of whole numbers that fit in 32 bits, not empty."""
     if not isinstance(value, list) or not value or set(map(type, value)) != {int}:
         return False
-    return min(value) >= 0 and max(value) < 2**32
+    return bool(min(value) >= 0 and max(value) < 2**32)

@@ -248,6 +248,7 @@ class _Run:
                 preloader = Preloader(core, self._model.layout.block_nbytes, report)
                 pins = preloader.pin(entry for entry in plan.entries if entry.pin and entry.fits)
                 self._fill(preloader, plan, room)
+                pins = preloader.look_again(pins)
         finally:
             saved = core.close(self._config.server.drain_timeout)
         progress = preloader.progress
