@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from tieredkv import __version__
-from tieredkv.cli import bench, preload, simulate, store, transport
+from tieredkv.cli import admin, bench, preload, simulate, store, transport
+from tieredkv.cli.admin_client import AdminError
 from tieredkv.cli.options import config_option, given_settings, option, settings_fields, with_parameters
 from tieredkv.config import Config
 from tieredkv.errors import ConfigError, StorageError, UnsupportedModelError
@@ -102,6 +103,7 @@ app.command("inspect")(store.inspect_store)
 app.command("verify")(store.verify_store)
 app.command("export", help=transport.EXPORT_HELP)(transport.export_prefixes)
 app.command("import", help=transport.IMPORT_HELP)(transport.import_prefixes)
+app.add_typer(admin.app)
 app.add_typer(bench.app)
 app.command("simulate", help=simulate.HELP)(simulate.simulate)
 
@@ -112,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
         code = app(args=argv, prog_name="tieredkv", standalone_mode=False)
     except _UsageError as error:
         return _complain(error.format_message())
-    except (ConfigError, StorageError, UnsupportedModelError) as error:
+    except (AdminError, ConfigError, StorageError, UnsupportedModelError) as error:
         return _complain(str(error))
     except (typer.Abort, KeyboardInterrupt):
         return EXIT_INTERRUPTED
