@@ -200,6 +200,11 @@ class HostArena:
             self._kept.remove(block_hash)
             self._set_kept(block_hash, kept=False)
 
+    @property
+    def num_kept_hashes(self) -> int:
+        """Hashes that `keep` was called for, here or not."""
+        return len(self._kept)
+
     def is_kept(self, block_hash: bytes) -> bool:
         """Whether a block with this hash is, or would be, kept."""
         return block_hash in self._kept

@@ -33,6 +33,17 @@ def expected_tokens(prompt, num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+class FakeRunning:
+    def __init__(self, tokens: list[SampledToken], error: Exception | None = None) -> None:
+        self._tokens = tokens
+        self._error = error
+
+    def result(self) -> list[SampledToken]:
+        if self._error is not None:
+            raise self._error
+        return self._tokens
+
+
 class FakeRunner:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -42,7 +53,16 @@ class FakeRunner:
         self.batches: list[list[tuple[str, int, int]]] = []
         self.fail_next: Exception | None = None
 
-    def execute(self, batch: Batch) -> list[SampledToken]:
+    def launch(self, batch: Batch) -> FakeRunning:
+        """Writes and reads at once, as the device does by its own order; tokens and failures show with the result."""
+        try:
+            return FakeRunning(self._compute(batch))
+        except InvariantError:
+            raise
+        except Exception as error:
+            return FakeRunning([], error)
+
+    def _compute(self, batch: Batch) -> list[SampledToken]:
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
@@ -82,6 +102,7 @@ def make_core(
     on_runner=lambda runner: None,
     **settings,
 ) -> tuple[EngineCore, FakeRunner]:
+    clock = clock or ManualClock()
     defaults = {"block_size": block_size, "max_num_batched_tokens": 64, "max_num_seqs": 8}
     config = Config.load(defaults | settings)
     runner = FakeRunner(num_blocks, block_size)
@@ -93,7 +114,8 @@ def make_core(
         max_model_len=min(max_model_len, (num_blocks - 1) * block_size),
         vocab_size=VOCAB_SIZE,
         metrics=EngineMetrics("fake"),
-        clock=clock or ManualClock(),
+        clock=clock,
+        wall_clock_us=lambda: int(clock() * 1e6),
         block_nbytes=runner.slots.nbytes // num_blocks,
         make_tiers=make_tiers,
     )

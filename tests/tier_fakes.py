@@ -9,6 +9,7 @@ import numpy as np
 from tests.fakes import FakeRunner, ManualClock, make_core
 from tieredkv.core import EngineCore
 from tieredkv.storage.host import HostArena
+from tieredkv.storage.pins import PinRecord, PinsSeen
 from tieredkv.storage.removal import Cleared
 from tieredkv.storage.tier import BlockChange, StoreOutcome, TierUsage
 from tieredkv.tier_faces import LoadResult, LookupResult, StoreResult
@@ -54,14 +55,19 @@ class FakeDisk:
         self.capacity = capacity
         self.touched: list[bytes] = []
         self.labels: dict[tuple[str, bytes], str] = {}
+        self.pin_records: dict[bytes, PinRecord] = {}
+        self.retained: dict[bytes, tuple[int, int]] = {}
         self.protected: frozenset[bytes] = frozenset()
         self._answers: list = []
 
     fault = None
+    write_nbytes_per_s = None
     queued_nbytes = (0, 0)
 
     def usage(self) -> TierUsage:
-        return TierUsage(self.capacity, len(self.blocks), len(self.blocks), len(self.blocks))
+        pinned = {block_hash for record in self.pin_records.values() for block_hash in record.hashes}
+        num_blocks = len(self.blocks)
+        return TierUsage(self.capacity, num_blocks, num_blocks, num_blocks, num_pinned=len(pinned))
 
     def close(self, timeout_s: float) -> bool:
         return not self.pending
@@ -94,6 +100,27 @@ class FakeDisk:
         future = Future()
         self.pending.append(("change", function, future))
         return future
+
+    def num_fit(self, block_nbytes, block_size) -> int:
+        return self.capacity
+
+    def pin(self, record) -> int:
+        self.pin_records[record.id] = record
+        return self._num_resident(record)
+
+    def unpin(self, pin_id) -> bool:
+        self.pin_records.pop(pin_id, None)
+        return True
+
+    def pins(self) -> PinsSeen:
+        records = tuple(self.pin_records.values())
+        return PinsSeen(records, {record.id: self._num_resident(record) for record in records}, 0)
+
+    def retain(self, rows) -> None:
+        self.retained.update((block_hash, (priority, expires_us)) for block_hash, priority, expires_us in rows)
+
+    def _num_resident(self, record) -> int:
+        return next((i for i, h in enumerate(record.hashes) if h not in self.blocks), len(record.hashes))
 
     def clear(self, *, namespace=None, roots=None, below=None) -> Cleared:
         """What `DiskStore.clear` does, as far as this fake knows roots: all, or `below`."""
@@ -183,6 +210,10 @@ class TieredCore:
             **settings,
         )
         self.tiers = self.core.tiers
+        if disk is not None:
+            # What a start asks the store for is answered before anything else.
+            disk.complete()
+            self.core.pins.expire()
 
     def crank(self) -> bool:
         """Let everything that is under way happen; False if nothing was."""

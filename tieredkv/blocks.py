@@ -106,6 +106,11 @@ class BlockPool:
         block = self._blocks[block_id]
         return block.ref_count == 0 and block_id != NULL_BLOCK and block.home is not self._kept
 
+    @property
+    def num_kept_hashes(self) -> int:
+        """Hashes that `keep` was called for, here or not."""
+        return len(self._kept_hashes)
+
     def is_kept(self, block_hash: bytes) -> bool:
         """Whether a block with this hash is, or would be, kept."""
         return block_hash in self._kept_hashes

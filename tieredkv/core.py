@@ -1,7 +1,7 @@
 """One step of the engine, and nothing else: synchronous, deterministic, the only place that orders the phases.
 
-    poll tiers -> schedule -> lay out the batch -> run and sample -> commit full blocks -> append tokens -> finish
-               -> start spills -> outputs
+    poll tiers -> schedule -> lay out the batch -> launch -> (take in requests, start spills) -> tokens
+               -> commit full blocks -> append tokens -> finish -> outputs
 
 Knows no threads, no HTTP, no text. The runner is a Protocol, so that everything but the numbers is tested without a model.
 
@@ -27,6 +27,7 @@ from tieredkv.errors import InvariantError, RequestError
 from tieredkv.events import EventLog
 from tieredkv.gate import CostGate
 from tieredkv.metrics import EngineMetrics
+from tieredkv.pins import Pins
 from tieredkv.scheduler import Scheduler
 from tieredkv.sequence import ScheduledSequence, Sequence, SequenceStatus
 from tieredkv.tier_report import report
@@ -40,13 +41,19 @@ logger = logging.getLogger(__name__)
 GATHER_S = 0.0005
 
 
+class Running(Protocol):
+    """A batch that is being computed. `result` waits for it: one token per entry of `batch.sampled`, in order."""
+
+    def result(self) -> list[SampledToken]: ...
+
+
 class Runner(Protocol):
-    """What computes a batch. `execute` returns one token per entry of `batch.sampled`, in order."""
+    """What computes batches, one at a time. The device may still be at work when `launch` returns."""
 
     @property
     def num_blocks(self) -> int: ...
 
-    def execute(self, batch: Batch) -> list[SampledToken]: ...
+    def launch(self, batch: Batch) -> Running: ...
 
 
 class EngineCore:
@@ -67,8 +74,10 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         block_nbytes: int = 1,
         make_tiers: Callable[[BlockPool, CostGate, Callable[[], None]], Tiers] | None = None,
+        wall_clock_us: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> None:
         self.block_size = config.cache.block_size
+        self.block_nbytes = block_nbytes
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.metrics = metrics
@@ -93,7 +102,22 @@ class EngineCore:
             clock=clock,
             branches=self.branches,
         )
+        self.pins = Pins(
+            self.pool,
+            self.cache.tiers,
+            namespace=namespace,
+            block_size=self.block_size,
+            block_nbytes=block_nbytes,
+            max_model_len=max_model_len,
+            budget=config.tiers.pin_budget,
+            is_computing=self.cache.is_computing,
+            clock_us=wall_clock_us,
+            enabled=config.cache.enable_prefix_caching,
+        )
         self.scheduler = Scheduler(self.cache, config.scheduler, clock)
+        self._overlaps = config.scheduler.async_scheduling
+        # Called while the device computes a batch; may `add` requests, but nothing else.
+        self.meanwhile: Callable[[], None] = lambda: None
         self._sequences: dict[str, Sequence] = {}
         self._outputs: list[EngineOutput] = []
         metrics.watch(lambda: report(self.pool, block_nbytes, self.tiers))
@@ -158,6 +182,7 @@ class EngineCore:
         num_preempted = self.scheduler.num_preemptions
         parts: list[ScheduledSequence] = []
         try:
+            self.pins.expire()
             for sequence in self.cache.poll():
                 self.scheduler.resume(sequence)
             parts = self.scheduler.schedule()
@@ -176,7 +201,7 @@ class EngineCore:
                 self.scheduler.num_preemptions - num_preempted,
             )
             self.gate.measure_step(num_tokens, seconds)
-            if self.tiers is not None:
+            if self.tiers is not None and not self._overlaps:
                 self.tiers.work_ahead()
         self._report_gauges()
         self.events.publish()
@@ -185,10 +210,13 @@ class EngineCore:
 
     def work_idle(self) -> bool:
         """With no request to serve, save what a restart would lose. True while there is more to do or to wait for."""
-        if self.tiers is None or self.has_work:
+        if self.has_work:
+            return False
+        self.pins.expire()
+        if self.tiers is None:
             return False
         self.cache.poll()
-        busy = self.tiers.work_idle()
+        busy = self.tiers.work_idle() or self.pins.busy
         self._report_gauges()
         self.events.publish()
         return busy
@@ -232,10 +260,17 @@ class EngineCore:
             raise InvariantError("the queues and the table of requests disagree")
         if any(len(s.block_ids) for s in self.scheduler.waiting):
             raise InvariantError("a waiting sequence owns blocks")
+        self.pins.check_integrity()
 
     def _compute(self, parts: list[ScheduledSequence]) -> None:
         batch = build_batch(parts, self.block_size)
-        tokens = self._runner.execute(batch)
+        running = self._runner.launch(batch)
+        if self._overlaps:
+            # Touches no sequence of the batch, and only blocks that no sequence owns.
+            self.meanwhile()
+            if self.tiers is not None:
+                self.tiers.work_ahead()
+        tokens = running.result()
         if len(tokens) != len(batch.sampled):
             raise InvariantError(f"{len(tokens)} tokens for {len(batch.sampled)} sequences")
         for part in parts:

@@ -16,7 +16,11 @@ from tieredkv.errors import StorageError
 from tieredkv.gate import Rate
 from tieredkv.hashing import pack_tokens
 from tieredkv.storage.disk import DiskStore
+from tieredkv.storage.index import record_cost
 from tieredkv.storage.jobs import LoadJob, LookupJob, StoreJob
+from tieredkv.storage.memory import PAGE_NBYTES
+from tieredkv.storage.record import HEADER_NBYTES
+from tieredkv.storage.session import budget_nbytes_for
 from tieredkv.storage.tier import BlockRecord, LoadOutcome, StoreOutcome, TierUsage
 from tieredkv.storage.workers import StorageWorkers
 from tieredkv.tier_faces import BlockInfo, DiskResult, LoadResult, LookupResult, StoreResult
@@ -53,8 +57,7 @@ class ThreadedDisk:
         self._clock = clock
         self._touched: list[bytes] = []
         self._labels: dict[tuple[str, bytes], str] = {}
-        # How fast blocks go down: bytes per second of the writer's own time.
-        self.write_rate = Rate()
+        self._write_rate = Rate()
         self._workers: StorageWorkers | None = None
         self._open_fault: str | None = None
         self._closed = False
@@ -80,8 +83,16 @@ class ThreadedDisk:
         depths = self._workers.depths
         return depths.load_nbytes, depths.write_nbytes
 
+    @property
+    def write_nbytes_per_s(self) -> float | None:
+        return self._write_rate.per_s
+
     def usage(self) -> TierUsage:
         return self._workers.store.usage(cached=True) if self._workers is not None else TierUsage(0, 0, 0, 0)
+
+    def num_fit(self, block_nbytes: int, block_size: int) -> int:
+        budget_nbytes = budget_nbytes_for(self.usage().capacity_nbytes)
+        return max(budget_nbytes, 0) // record_cost(HEADER_NBYTES + block_nbytes, 4 * block_size, PAGE_NBYTES)
 
     def lookup(self, hashes: Sequence[bytes], tag: Any) -> bool:
         workers = self._workers
@@ -122,17 +133,17 @@ class ThreadedDisk:
 
     def ask(self, function: Callable[[DiskStore], T]) -> Future[T]:
         workers = self._workers
-        return self._future(workers and workers.ask(lambda: function(workers.store)))
+        return self._future(None if workers is None else workers.ask(lambda: function(workers.store)))
 
     def change(self, function: Callable[[DiskStore], T]) -> Future[T]:
         workers = self._workers
-        return self._future(workers and workers.change(lambda: function(workers.store)))
+        return self._future(None if workers is None else workers.change(lambda: function(workers.store)))
 
     def _future(self, accepted: Future[T] | None) -> Future[T]:
         if accepted is not None:
             return accepted
         refused: Future[T] = Future()
-        refused.set_exception(StorageError(self.fault or "the disk tier takes nothing more now"))
+        refused.set_exception(StorageError(self._open_fault or "the disk tier takes nothing more now"))
         return refused
 
     def protect(self, hashes: frozenset[bytes]) -> None:
@@ -151,7 +162,7 @@ class ThreadedDisk:
                 results.append(LookupResult(job.tag, job.num_found))
             elif isinstance(job, StoreJob):
                 if any(outcome is StoreOutcome.STORED for outcome in job.outcomes):
-                    self.write_rate.measure(job.nbytes, job.run_s)
+                    self._write_rate.measure(job.nbytes, job.run_s)
                 results += map(StoreResult, (record.hash for record in job.records), job.outcomes)
         results += self._workers.store.take_changes()
         return results

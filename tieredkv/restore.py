@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tieredkv.blocks import BlockPool
@@ -136,6 +136,24 @@ class Restorer:
     def num_loading(self) -> int:
         """Blocks that are being read from disk, for restores that may be gone."""
         return len(self._loading)
+
+    @property
+    def num_copying(self) -> int:
+        """Blocks that are being copied to the device."""
+        return sum(len(copy.block_ids) for copy, _ in self._in_flight.values())
+
+    def coming(self) -> list[BlockInfo]:
+        """The blocks that restores bring up, or read for restores that are gone."""
+        wanted = [item.info for restore in self._active for item in restore.items]
+        return wanted + [tag.restore.items[tag.index].info for tag in self._loading.values()]
+
+    def states(self) -> Iterator[tuple[bytes, Tier, str]]:
+        """Blocks on their way into a tier."""
+        yield from ((block_hash, Tier.HOST, "loading") for block_hash in self._loading)
+        for restore in self._active:
+            for item in restore.items:
+                if item.state in (_State.WAITING, _State.LOADING, _State.COPYING):
+                    yield item.info.hash, Tier.DEVICE, "copying" if item.state is _State.COPYING else "loading"
 
     def blocks_in_flight(self) -> list[int]:
         return [block_id for copy, _ in self._in_flight.values() for block_id in copy.block_ids]
@@ -271,7 +289,8 @@ class Restorer:
         device and lies on disk.
         """
         for item in before:
-            if item.state is _State.READY and item.tier is Tier.DISK and self._host.remove(item.info.hash):
+            gone = item.state is _State.READY and item.tier is Tier.DISK and not self._host.is_kept(item.info.hash)
+            if gone and self._host.remove(item.info.hash):
                 self._host.on_evict(item.info.hash)
                 return True
         return False

@@ -15,13 +15,16 @@ its bytes are complete; a slot that the writer reads is leased until the writer 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from tieredkv.blocks import BlockPool, Hold
+from tieredkv.gate import Rate
+from tieredkv.keeping import Keeper
 from tieredkv.storage.tier import StoreOutcome
 from tieredkv.tier_faces import BlockInfo, DiskTier, HostTier, Lease, Reservation, StoreResult
 from tieredkv.transfer import Copy, CopyEngine
+from tieredkv.types import Tier
 
 # Blocks per copy and per disk transaction: long enough to amortise both, short enough not to disturb a step.
 _BATCH = 32
@@ -50,6 +53,7 @@ class Spilling:
     hashes: list[bytes]
     holds: list[Hold]
     reservations: list[Reservation]
+    started_s: float
 
 
 class Spiller:
@@ -63,6 +67,7 @@ class Spiller:
         disk: DiskTier | None,
         clock: Callable[[], float],
         max_storing: int,
+        keeper: Keeper,
     ) -> None:
         self._pool = pool
         self._copies = copies
@@ -70,6 +75,7 @@ class Spiller:
         self._disk = disk
         self._clock = clock
         self._max_storing = max(max_storing, 1)
+        self._keeper = keeper
         # What is known of every block that lies on the device or in the host tier.
         self._info: dict[bytes, BlockInfo] = {}
         # Those of them that the disk holds, as far as is known: a load or a refused child may tell otherwise.
@@ -86,6 +92,8 @@ class Spiller:
         self._paused_until_s = 0.0
         self._pause_s = _FIRST_PAUSE_S
         self.counts = SpillCounts()
+        # How fast blocks go down: bytes per second of a copy.
+        self.copy_rate = Rate()
         # Called when a copied block has become findable in the host tier.
         self.on_spilled: Callable[[BlockInfo], None] = lambda info: None
         # Blocks that were removed from a lower tier on purpose: not copied there again before somebody uses them.
@@ -115,7 +123,9 @@ class Spiller:
         self._info[info.hash] = info
         if on_disk:
             self._on_disk.add(info.hash)
+            self._keeper.saved(info.hash)
         self._sort_in(info.hash)
+        self._keeper.moved(info.hash)
 
     def device_evicted(self, block_hash: bytes) -> None:
         """The device pool is about to reuse a block."""
@@ -131,9 +141,15 @@ class Spiller:
         else:
             self._to_disk.pop(block_hash, None)
             self._sort_in(block_hash)
+        self._keeper.moved(block_hash)
 
     def write_back(self) -> int:
-        """Start copies of the coldest dirty blocks until enough of what is reused next is clean; returns how many."""
+        """Start copies of what pins want below, and of the coldest dirty blocks until enough of what is reused next is clean;
+        returns how many.
+        """
+        return self._copy_wanted() + self._copy_coldest()
+
+    def _copy_coldest(self) -> int:
         room = self._watermark - (self._pool.num_free - self._pool.num_findable_free)
         chosen: dict[bytes, int] = {}
         for block_id in self._pool.coldest():
@@ -145,14 +161,31 @@ class Spiller:
                 chosen |= self._with_dirty_ancestors(block_hash, chosen)
         return self._copy(chosen)
 
+    def _copy_wanted(self) -> int:
+        chosen: dict[bytes, int] = {}
+        # Slots that only let blocks pass are for what the disk takes soon.
+        room = _BATCH if self._host.keeps else self._max_storing - len(self._to_disk)
+        for block_hash in self._keeper.wanted:
+            if len(chosen) >= min(_BATCH, room):
+                break
+            block_id = self._pool.find(block_hash)
+            if block_id is None or block_hash in self._copying or block_hash not in self._info:
+                continue
+            if block_hash in self._dirty:
+                chosen |= self._with_dirty_ancestors(block_hash, chosen)
+            elif block_hash not in self._barred:
+                chosen[block_hash] = block_id
+        return self._copy(chosen)
+
     def save_some(self) -> int:
         """Bring some unsaved blocks one tier further down; returns how many were started. 0 means: nothing can be done now.
 
         Without a disk to follow, the host tier's free slots are filled, but nothing is evicted for it.
         """
+        num_started = self._copy_wanted()
         if self._clock() < self._paused_until_s:
-            return 0
-        num_started = self.feed_disk()
+            return num_started
+        num_started += self.feed_disk()
         room = self._host.num_free if self._disk is None else self._max_storing - len(self._to_disk)
         chosen: dict[bytes, int] = {}
         for block_hash in self._dirty:
@@ -202,12 +235,15 @@ class Spiller:
             self.on_spilled(info)
             self._dirty.pop(block_hash, None)
             self._sort_in(block_hash)
+            self._keeper.moved(block_hash)
             if block_hash in self._to_disk and len(self._queued) + len(self._storing) < self._max_storing:
                 self._queued[block_hash] = lease
             else:
                 lease.release()
         del self._in_flight[id(copy)]
         self._pool.end_hold(tag.holds)
+        if copy.error is None:
+            self.copy_rate.measure(sum(view.nbytes for view in copy.views), self._clock() - tag.started_s)
 
     def stored(self, results: Iterable[StoreResult]) -> None:
         """The writer has answered for some blocks."""
@@ -222,6 +258,7 @@ class Spiller:
                 self._to_disk.pop(result.hash, None)
                 if result.hash in self._info:
                     self._on_disk.add(result.hash)
+                self._keeper.saved(result.hash)
                 self._pause_s = _FIRST_PAUSE_S
             else:
                 refused = True
@@ -245,15 +282,52 @@ class Spiller:
             self._on_disk.discard(name)
             if name in self._info:
                 self._sort_in(name)
+        self._keeper.lost(block_hash)
 
-    def bar(self, hashes: Iterable[bytes]) -> None:
-        """These blocks were removed from a lower tier on purpose: what still lies above is not copied down again before
-        somebody uses it.
+    def states(self) -> Iterator[tuple[bytes, Tier, str]]:
+        """Blocks on their way into a tier."""
+        yield from ((block_hash, Tier.HOST, "copying") for block_hash in self._copying)
+        yield from ((block_hash, Tier.DISK, "writing") for block_hash in self._storing)
+
+    def is_saved(self, block_hash: bytes) -> bool:
+        """Whether the disk holds a known block, as far as is known."""
+        return block_hash in self._on_disk
+
+    def spill(self, hashes: Iterable[bytes]) -> int:
+        """Start to copy those of these blocks to the host tier that lie nowhere but on the device, whether or not it is their
+        turn; returns how many copies began.
+        """
+        chosen: dict[bytes, int] = {}
+        for block_hash in hashes:
+            if len(chosen) >= _BATCH:
+                break
+            if block_hash in self._dirty and block_hash not in self._copying:
+                chosen |= self._with_dirty_ancestors(block_hash, chosen)
+        return self._copy(chosen)
+
+    def removed_from_host(self, block_hash: bytes) -> None:
+        """A block was removed from the host tier on purpose."""
+        self._unqueue(block_hash)
+        if self._pool.find(block_hash) is None:
+            self._forget(block_hash)
+        else:
+            self._to_disk.pop(block_hash, None)
+            self._sort_in(block_hash)
+
+    def removed_from_device(self, block_hash: bytes) -> None:
+        """A block was removed from the device on purpose."""
+        if block_hash not in self._host:
+            self._forget(block_hash)
+
+    def bar(self, hashes: Iterable[bytes], *, from_disk: bool) -> None:
+        """These blocks were removed from a lower tier on purpose, from the disk as well if `from_disk`: what still lies
+        above is not copied down again before somebody uses it.
         """
         for block_hash in hashes:
             if block_hash in self._info:
                 self._barred.add(block_hash)
-                self._on_disk.discard(block_hash)
+                if from_disk:
+                    self._on_disk.discard(block_hash)
                 self._dirty.pop(block_hash, None)
                 self._to_disk.pop(block_hash, None)
                 self._unqueue(block_hash)
@@ -319,7 +393,7 @@ class Spiller:
             block_ids.append(block_id)
             reservations.append(reservation)
         if hashes:
-            tag = Spilling(hashes, self._pool.hold(block_ids), reservations)
+            tag = Spilling(hashes, self._pool.hold(block_ids), reservations, self._clock())
             copy = Copy(block_ids, [r.view for r in reservations], to_device=False, tag=tag)
             self._in_flight[id(copy)] = copy
             self._copies.launch(copy)
@@ -333,7 +407,9 @@ class Spiller:
         at: BlockInfo | None = info
         while reservation is None and at is not None and at.depth:
             at = self._info.get(at.parent)
-            if at is not None and at.hash in self._on_disk and self._host.remove(at.hash):
+            if at is None or at.hash not in self._on_disk or self._host.is_kept(at.hash):
+                continue
+            if self._host.remove(at.hash):
                 self._host.on_evict(at.hash)
                 reservation = self._host.begin(info.hash, info.parent, info.depth)
         return reservation

@@ -101,6 +101,16 @@ class HostTier(Protocol):
         """Slots that hold nothing."""
         ...
 
+    @property
+    def num_keepable(self) -> int:
+        """Slots that pins may take at most."""
+        ...
+
+    @property
+    def num_kept_hashes(self) -> int:
+        """Hashes that `keep` was called for."""
+        ...
+
     def usage(self) -> TierUsage: ...
 
     def __contains__(self, block_hash: bytes) -> bool:
@@ -121,8 +131,22 @@ class HostTier(Protocol):
         """Count a prefix, head first, as used now."""
         ...
 
+    def check_integrity(self) -> None:
+        """Recount everything. Raises `InvariantError`."""
+        ...
+
     def remove(self, block_hash: bytes) -> bool:
         """Forget a READY block; its slot is free once the last lease ends."""
+        ...
+
+    def keep(self, block_hash: bytes) -> None:
+        """Never evict this block, now or once it is there, until `unkeep`."""
+        ...
+
+    def unkeep(self, block_hash: bytes) -> None: ...
+
+    def is_kept(self, block_hash: bytes) -> bool:
+        """Whether the block is, or would be, kept."""
         ...
 
 
@@ -144,8 +168,17 @@ class DiskTier(Protocol):
         """Bytes of reads and of writes that wait or run."""
         ...
 
+    @property
+    def write_nbytes_per_s(self) -> float | None:
+        """How fast the writer writes, while it does; None before it has."""
+        ...
+
     def usage(self) -> TierUsage:
         """As last seen; never waits."""
+        ...
+
+    def num_fit(self, block_nbytes: int, block_size: int) -> int:
+        """Blocks of this size, with `block_size` tokens, that the tier has room for in all; 0 while it is down."""
         ...
 
     def lookup(self, hashes: Sequence[bytes], tag: Any) -> bool:
@@ -170,7 +203,7 @@ class DiskTier(Protocol):
 
     def ask(self, function: Callable[[DiskStore], T]) -> Future[T]:
         """Run something on the store that changes nothing, in a thread that may take long over it. The future fails with
-        `StorageError` if the tier is down.
+        `StorageError` if the tier is down. For any thread, as is `change`.
         """
         ...
 

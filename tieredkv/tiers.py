@@ -17,6 +17,7 @@ from tieredkv.blocks import BlockPool
 from tieredkv.branches import Branches
 from tieredkv.errors import InvariantError
 from tieredkv.gate import CostGate
+from tieredkv.keeping import Keeper
 from tieredkv.restore import Restore, Restorer, Restoring
 from tieredkv.spill import Spiller, Spilling
 from tieredkv.storage.tier import BlockChange
@@ -85,7 +86,8 @@ class Tiers:
         self._lookups: dict[Lookup, None] = {}
         self.lookup_timeout_s = _LOOKUP_TIMEOUT_S
         self.num_lookup_timeouts = 0
-        self.spiller = Spiller(pool, copies, host, disk, clock, max_storing=max(host.num_slots // 2, 1))
+        self.keeper = Keeper(pool, host, has_disk=disk is not None)
+        self.spiller = Spiller(pool, copies, host, disk, clock, max(host.num_slots // 2, 1), self.keeper)
         self.restorer = Restorer(
             pool,
             copies,

@@ -1,0 +1,514 @@
+"""Pins: prefixes that stay, by whose wish, where, and until when.
+
+A pin belongs to the full blocks of its tokens, not to a request: it may come before them, and outlives whoever computed
+them. With a disk tier it is stored there and holds for all processes that share the store; without one it ends with the
+process. What it may take is bounded by a share of each tier; a pin that does not fit is clipped to its beginning.
+
+Pinning under a name that its owner has used before replaces that pin; without a name, pinning the same tokens again does.
+So repeating a request renews its time and never counts twice.
+
+Knows hashes, budgets and times; where copies are kept is `keeping`'s business, rows in the store are `storage`'s. No HTTP,
+no sequences, no tensors. Used by the engine thread alone. Invariants: every pin shown here is noted in the keeper, exactly
+once per block; no tier's share is exceeded by what was accepted here; a request of the greatest length always fits beside
+what is kept on the device.
+"""
+
+from __future__ import annotations
+
+import builtins
+import secrets
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tieredkv import hashing
+from tieredkv.blocks import BlockPool
+from tieredkv.errors import InvariantError, RequestError, StorageError
+from tieredkv.keeping import Keeper
+from tieredkv.reports import PinReport
+from tieredkv.storage.pins import PIN_ID_NBYTES, PinRecord, PinsSeen
+from tieredkv.storage.tier import NEVER
+from tieredkv.tiers import Tiers
+from tieredkv.types import SHARED_OWNER, Tier
+
+if TYPE_CHECKING:
+    from tieredkv.storage.disk import DiskStore
+
+ACCEPTED, CLIPPED, REFUSED = "accepted", "clipped", "refused"
+MAX_NAME_CHARS = 200
+MAX_TTL_S = 100 * 365 * 86400.0
+# After the store has failed to take a pin, or to give one up.
+_RETRY_AFTER_US = 5_000_000
+_SEE_AGAIN_AFTER_US = 1_000_000
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Pin:
+    """A pin of this process's namespace. The first `num_firm` blocks stay in its tier; `saved` once the store has it."""
+
+    record: PinRecord
+    num_firm: int
+    reason: str | None = None
+    saved: bool = False
+    writing: bool = False
+
+
+class Pins:
+    """All pins of one namespace. `budget` is the share of each tier that pins may take; `clock_us` the wall clock in
+    microseconds; `is_computing(hash)` tells whether a request is about to compute a block.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        tiers: Tiers | None,
+        *,
+        namespace: bytes,
+        block_size: int,
+        block_nbytes: int,
+        max_model_len: int,
+        budget: float,
+        is_computing: Callable[[bytes], bool],
+        clock_us: Callable[[], int],
+        enabled: bool = True,
+    ) -> None:
+        self._pool = pool
+        self._tiers = tiers
+        self._disk = tiers.disk if tiers is not None else None
+        self._namespace = namespace
+        self._block_size = block_size
+        self._block_nbytes = block_nbytes
+        self._max_blocks = max_model_len // block_size
+        self._budget = budget
+        self._is_computing = is_computing
+        self._clock_us = clock_us
+        self._enabled = enabled
+        self.keeper = tiers.keeper if tiers is not None else Keeper(pool, None, has_disk=False)
+        # The greatest request must find room beside what is kept.
+        spare = pool.num_usable - -(-max_model_len // block_size)
+        self._device_limit = max(min(int(pool.num_usable * budget), spare), 0)
+        host = tiers.host if tiers is not None else None
+        self._host_limit = min(int(host.num_slots * budget), host.num_keepable) if host is not None else 0
+        self.keeper.limit(device=self._device_limit, host=self._host_limit)
+        self._pins: dict[bytes, _Pin] = {}
+        # Pins that the store may still have although they are gone, with the number of their blocks.
+        self._leaving: dict[bytes, int] = {}
+        # What the store was asked, and who takes the answer.
+        self._jobs: list[tuple[Future[Any], Callable[[Any], None]]] = []
+        self._num_resets: int | None = None
+        self._seen_us = 0
+        self._due_us = NEVER
+        self._see()
+
+    # -- verbs ---------------------------------------------------------------------------------------------------------
+
+    def pin(
+        self,
+        token_ids: Sequence[int],
+        *,
+        tenant: bytes = b"",
+        owner: str = SHARED_OWNER,
+        tier: Tier | None = None,
+        ttl_s: float | None = None,
+        name: str | None = None,
+    ) -> PinReport:
+        """Keep the full blocks of these tokens in `tier` (the lowest there is, if None) or above it, for `ttl_s` seconds or
+        until `unpin`. The report says accepted, clipped or refused; a refused pin does not exist and has no id.
+
+        Raises `RequestError` for a name or a time that cannot be.
+        """
+        if ttl_s is not None and not 0 < ttl_s <= MAX_TTL_S:
+            raise RequestError("ttl must be above 0 and at most a hundred years", param="ttl")
+        if name is not None and not 0 < len(name) <= MAX_NAME_CHARS:
+            raise RequestError(f"name must have 1 to {MAX_NAME_CHARS} characters", param="name")
+        self.expire()
+        now_us = self._clock_us()
+        chosen = tier or self.lowest_tier
+        packed = hashing.pack_tokens(token_ids)
+        others = self._num_claimed_by_others()
+        before = self._find_same(owner, name, tenant, packed)
+        if before is not None:
+            self._uncount(before)
+        hashes = self._chain(token_ids, tenant)
+        num_fit, reason = self._fit(hashes, chosen, others)
+        record = PinRecord(
+            id=before.record.id if before is not None else secrets.token_bytes(PIN_ID_NBYTES),
+            namespace=self._namespace,
+            tenant=tenant,
+            owner=owner,
+            name=name,
+            tier=chosen,
+            created_us=before.record.created_us if before is not None else now_us,
+            expires_us=NEVER if ttl_s is None else now_us + int(ttl_s * 1e6),
+            hashes=tuple(hashes[:num_fit]),
+            token_ids=packed,
+        )
+        pin = _Pin(record, num_fit, reason)
+        if not num_fit:
+            if before is not None:
+                self._count(before)
+            return self._report(pin)
+        self._pins[record.id] = pin
+        self._count(pin)
+        if self._tiers is not None:
+            self._tiers.spiller.used(record.hashes)
+        self._save(pin)
+        self._see_again()
+        return self._report(pin)
+
+    def unpin(self, pin_id: str, *, scope: str | None = None) -> PinReport | None:
+        """Give a pin up; returns what it was, None if there is none of this id in `scope`."""
+        self.expire()
+        pin = self._find(pin_id, scope)
+        if pin is None:
+            return None
+        report = self._report(pin)
+        self._forget(pin)
+        return report
+
+    def get(self, pin_id: str, *, scope: str | None = None) -> PinReport | None:
+        """A pin as it stands; None if there is none of this id in `scope` (None: everybody's)."""
+        self.expire()
+        self._see_again()
+        pin = self._find(pin_id, scope)
+        return None if pin is None else self._report(pin)
+
+    def list(self, *, scope: str | None = None) -> builtins.list[PinReport]:
+        """The pins in `scope` (None: everybody's), the newest first."""
+        self.expire()
+        self._see_again()
+        chosen = [pin for pin in self._pins.values() if scope in (None, pin.record.owner)]
+        return [self._report(pin) for pin in sorted(chosen, key=lambda pin: -pin.record.created_us)]
+
+    def is_saved(self, pin_id: str) -> bool:
+        """Whether a restart would find the pin: True without a disk tier only in that there is nothing to wait for."""
+        pin = self._find(pin_id, None)
+        return pin is None or pin.saved or self._disk is None
+
+    def token_ids(self, pin_id: str) -> Sequence[int] | None:
+        """The tokens that were pinned, also those beyond what it was clipped to; for computing what is missing."""
+        pin = self._find(pin_id, None)
+        return None if pin is None else _unpack_tokens(pin.record.token_ids)
+
+    def tenant(self, pin_id: str) -> bytes | None:
+        """The salt that the pin's chain was made with."""
+        pin = self._find(pin_id, None)
+        return None if pin is None else pin.record.tenant
+
+    def by_block(self) -> dict[bytes, builtins.list[str]]:
+        """The ids of the pins on each pinned block."""
+        found: dict[bytes, builtins.list[str]] = {}
+        for pin in self._pins.values():
+            for block_hash in pin.record.hashes:
+                found.setdefault(block_hash, []).append(pin.record.id.hex())
+        return found
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    @property
+    def lowest_tier(self) -> Tier:
+        """The tier that a pin stays in unless it is told otherwise."""
+        if self._disk is not None:
+            return Tier.DISK
+        return Tier.HOST if self._host_limit else Tier.DEVICE
+
+    def budget_blocks(self, tier: Tier) -> int:
+        """Most blocks of a tier that pins may claim."""
+        if tier is Tier.DEVICE:
+            return self._device_limit
+        if tier is Tier.HOST:
+            return self._host_limit
+        return int(self._disk.num_fit(self._block_nbytes, self._block_size) * self._budget) if self._disk else 0
+
+    def num_blocks(self, tier: Tier) -> int:
+        """Blocks of a tier that stay because of pins; on disk those of all processes, also where they are not there yet. Reads
+        counters only, so any thread may call it.
+        """
+        if tier is Tier.DEVICE:
+            return self._pool.num_kept
+        below = self._tiers.host if tier is Tier.HOST and self._tiers is not None else self._disk
+        return 0 if below is None else below.usage().num_pinned
+
+    @property
+    def busy(self) -> bool:
+        """Whether the store has been asked something that `expire` takes the answer of."""
+        return bool(self._jobs)
+
+    def expire(self) -> None:
+        """Give up the pins whose time has come, take the store's answers, repeat what it failed to do. Costs next to nothing
+        when there is nothing to do.
+        """
+        if self._jobs:
+            self._take_answers()
+        now_us = self._clock_us()
+        if now_us < self._due_us:
+            return
+        for pin in list(self._pins.values()):
+            if pin.record.is_due(now_us):
+                self._forget(pin)
+            elif not pin.saved and not pin.writing:
+                self._save(pin)
+        for pin_id, num_blocks in list(self._leaving.items()):
+            self._leave(pin_id, num_blocks)
+        self._plan(now_us)
+
+    # -- budgets -------------------------------------------------------------------------------------------------------
+
+    def _chain(self, token_ids: Sequence[int], tenant: bytes) -> Sequence[bytes]:
+        hashes: list[bytes] = []
+        num_full = len(token_ids) // self._block_size
+        hashing.extend_chain(hashes, hashing.root_hash(self._namespace, tenant), token_ids, self._block_size, num_full)
+        return hashes
+
+    def _fit(self, hashes: Sequence[bytes], tier: Tier, others: int) -> tuple[int, str | None]:
+        """How many leading blocks can be kept in `tier`, and why not all of them; `others` have claimed so many of the disk."""
+        if not self._enabled:
+            return 0, "prefix caching is off"
+        if not hashes:
+            return 0, f"shorter than one block of {self._block_size} tokens"
+        if tier is Tier.DISK and self._disk is None:
+            return 0, "there is no disk tier"
+        if tier is Tier.HOST and (self._tiers is None or not self._tiers.host.keeps):
+            return 0, "there is no host tier"
+        num_fit, reason = len(hashes), None
+        if num_fit > self._max_blocks:
+            num_fit, reason = self._max_blocks, "longer than the longest request"
+        for each in (tier, Tier.DISK) if tier is not Tier.DISK and self._disk is not None else (tier,):
+            budget = self.budget_blocks(each)
+            claimed = self.keeper.num_wanted_in(each) + (others if each is Tier.DISK else 0)
+            room = budget - claimed
+            for i in range(num_fit):
+                if not self.keeper.is_wanted_in(each, hashes[i]):
+                    room -= 1
+                    if room < 0:
+                        num_fit, reason = i, self._no_room(each, budget, claimed)
+                        break
+        return num_fit, reason
+
+    def _no_room(self, tier: Tier, budget: int, claimed: int) -> str:
+        if budget:
+            return f"pins may take {budget} blocks of the {tier.value} tier, others take {claimed}"
+        if tier is Tier.DISK:
+            return f"the disk tier cannot be used: {(self._disk and self._disk.fault) or 'it is too small'}"
+        if tier is Tier.DEVICE and self._budget:
+            return "the device pool has no room beside one request of the greatest length"
+        return f"pins may take nothing of the {tier.value} tier"
+
+    def _num_claimed_by_others(self) -> int:
+        """Blocks of the store that other processes and namespaces have pinned."""
+        if self._disk is None:
+            return 0
+        own = self.keeper.num_wanted_in(Tier.DISK) + sum(self._leaving.values())
+        return max(self._disk.usage().num_pinned - own, 0)
+
+    # -- bookkeeping ---------------------------------------------------------------------------------------------------
+
+    def _find(self, pin_id: str, scope: str | None) -> _Pin | None:
+        try:
+            pin = self._pins.get(bytes.fromhex(pin_id))
+        except ValueError:
+            return None
+        return pin if pin is not None and scope in (None, pin.record.owner) else None
+
+    def _find_same(self, owner: str, name: str | None, tenant: bytes, packed: bytes) -> _Pin | None:
+        for pin in self._pins.values():
+            record = pin.record
+            same = record.owner == owner and record.name == name
+            if same and (name is not None or (record.tenant == tenant and record.token_ids == packed)):
+                return pin
+        return None
+
+    def _count(self, pin: _Pin) -> None:
+        self.keeper.add(pin.record.hashes, pin.record.tier, pin.num_firm)
+
+    def _uncount(self, pin: _Pin) -> None:
+        self.keeper.remove(pin.record.hashes, pin.record.tier, pin.num_firm)
+
+    def _forget(self, pin: _Pin) -> None:
+        self._uncount(pin)
+        del self._pins[pin.record.id]
+        if self._disk is not None:
+            self._leave(pin.record.id, len(pin.record.hashes))
+
+    def _plan(self, now_us: int) -> None:
+        """When `expire` has something to do next."""
+        due = [pin.record.expires_us for pin in self._pins.values()]
+        if self._leaving or any(not pin.saved and not pin.writing for pin in self._pins.values()):
+            due.append(now_us + _RETRY_AFTER_US)
+        self._due_us = min(due, default=NEVER)
+
+    def _report(self, pin: _Pin) -> PinReport:
+        record = pin.record
+        present = loading = 0
+        for block_hash in record.hashes:
+            where = self._where(block_hash, record.tier)
+            present += where == "present"
+            loading += where == "loading"
+        num_blocks = len(record.hashes)
+        clipped = min(num_blocks, pin.num_firm) < record.num_tokens // self._block_size
+        return PinReport(
+            id=record.id.hex() if num_blocks else "",
+            name=record.name,
+            tenant=record.owner,
+            tier=record.tier,
+            outcome=REFUSED if not num_blocks else CLIPPED if clipped else ACCEPTED,
+            reason=pin.reason or self._remark(),
+            num_tokens=record.num_tokens,
+            num_pinned_tokens=num_blocks * self._block_size,
+            num_blocks=num_blocks,
+            num_present=present,
+            num_loading=loading,
+            num_missing=num_blocks - present - loading,
+            nbytes=num_blocks * self._block_nbytes,
+            created_s=record.created_us / 1e6,
+            expires_s=None if record.expires_us == NEVER else record.expires_us / 1e6,
+            prefix=record.hashes[-1].hex() if num_blocks else None,
+        )
+
+    def _remark(self) -> str | None:
+        return None if self._disk is not None else "there is no disk tier: the pin ends with the process"
+
+    def _where(self, block_hash: bytes, tier: Tier) -> str:
+        """present: in `tier` or above; loading: below it, or being computed; else missing."""
+        if self._pool.find(block_hash) is not None:
+            return "present"
+        in_host = self._tiers is not None and block_hash in self._tiers.host
+        saved = self.keeper.is_saved(block_hash)
+        if (in_host and tier is not Tier.DEVICE) or (saved and tier is Tier.DISK):
+            return "present"
+        return "loading" if in_host or saved or self._is_computing(block_hash) else "missing"
+
+    # -- the store -----------------------------------------------------------------------------------------------------
+
+    def _ask(self, change: Callable[[DiskStore], T], answered: Callable[[T | None], None]) -> None:
+        """Have the store's writer do something; `answered` gets None if it failed."""
+        if self._disk is not None:
+            self._jobs.append((self._disk.change(change), answered))
+
+    def _take_answers(self) -> None:
+        done = [job for job in self._jobs if job[0].done()]
+        self._jobs = [job for job in self._jobs if not job[0].done()]
+        for future, answered in done:
+            try:
+                result = future.result()
+            except (StorageError, CancelledError):
+                result = None
+            answered(result)
+        if done:
+            self._plan(self._clock_us())
+
+    def _save(self, pin: _Pin) -> None:
+        """Have the store keep a pin."""
+        if self._disk is None:
+            pin.saved = True
+            self._plan(self._clock_us())
+            return
+        record = pin.record
+        pin.writing = True
+        self._leaving.pop(record.id, None)
+
+        def answered(num_resident: int | None) -> None:
+            pin.writing = False
+            if num_resident is not None:
+                pin.saved = True
+                if self._pins.get(record.id) is pin:
+                    for block_hash in record.hashes[:num_resident]:
+                        self.keeper.saved(block_hash)
+
+        self._ask(lambda store: store.pin(record), answered)
+        self._plan(self._clock_us())
+
+    def _leave(self, pin_id: bytes, num_blocks: int) -> None:
+        """Have the store give a pin up; repeated until it does."""
+        self._leaving[pin_id] = num_blocks
+
+        def answered(done: bool | None) -> None:
+            if done and pin_id not in self._pins:
+                self._leaving.pop(pin_id, None)
+
+        self._ask(lambda store: store.unpin(pin_id), answered)
+        self._plan(self._clock_us())
+
+    def _see_again(self) -> None:
+        if self._clock_us() >= self._seen_us + _SEE_AGAIN_AFTER_US:
+            self._see()
+
+    def _see(self) -> None:
+        """Ask the store for all pins: those from before the start, and those of other processes."""
+        self._seen_us = self._clock_us()
+        self._ask(lambda store: store.pins(), self._seen)
+
+    def _seen(self, seen: PinsSeen | None) -> None:
+        if seen is None:
+            return
+        reset = self._num_resets is not None and seen.num_resets != self._num_resets
+        self._num_resets = seen.num_resets
+        records = {r.id: r for r in seen.records if r.namespace == self._namespace}
+        for pin in list(self._pins.values()):
+            if not pin.saved or pin.record.id in records:
+                continue
+            if reset:
+                pin.saved = False
+                self._save(pin)
+            else:
+                # Another process has given it up, or its time is over there.
+                self._uncount(pin)
+                del self._pins[pin.record.id]
+        now_us = self._clock_us()
+        for record in records.values():
+            known = self._pins.get(record.id)
+            if record.id in self._leaving or record.is_due(now_us) or (known is not None and not known.saved):
+                continue
+            if known is None or known.record != record:
+                self._adopt(record, known)
+            self._note_resident(record, seen.num_resident[record.id])
+
+    def _adopt(self, record: PinRecord, known: _Pin | None) -> None:
+        """Take over a pin from the store. What it claims there it has; above, it gets what fits."""
+        if known is not None:
+            self._uncount(known)
+        num_firm, reason = len(record.hashes), None
+        if record.tier is not Tier.DISK:
+            budget = self.budget_blocks(record.tier)
+            room = budget - self.keeper.num_wanted_in(record.tier)
+            new = [i for i, h in enumerate(record.hashes) if not self.keeper.is_wanted_in(record.tier, h)]
+            if len(new) > room:
+                num_firm = new[max(room, 0)]
+                reason = self._no_room(record.tier, budget, self.keeper.num_wanted_in(record.tier))
+        pin = _Pin(record, num_firm, reason, saved=True)
+        self._pins[record.id] = pin
+        self._count(pin)
+        self._plan(self._clock_us())
+
+    def _note_resident(self, record: PinRecord, num_resident: int) -> None:
+        """The store holds the first `num_resident` blocks of a pin and not the one behind them."""
+        for block_hash in record.hashes[:num_resident]:
+            self.keeper.saved(block_hash)
+        if num_resident < len(record.hashes) and self.keeper.is_saved(record.hashes[num_resident]):
+            missing = record.hashes[num_resident]
+            if self._tiers is not None:
+                self._tiers.spiller.lost_on_disk(missing)
+            self.keeper.lost(missing)
+
+    def check_integrity(self) -> None:
+        """Recount. Raises `InvariantError`."""
+        counts: dict[bytes, int] = {}
+        for pin in self._pins.values():
+            for block_hash in pin.record.hashes:
+                counts[block_hash] = counts.get(block_hash, 0) + 1
+        if any(self.keeper.num_pins(h) != n for h, n in counts.items()) or len(counts) != self.keeper.num_noted:
+            raise InvariantError("the pins and the counts of their blocks disagree")
+        for tier in (Tier.DEVICE, Tier.HOST):
+            if self.keeper.num_wanted_in(tier) > self.budget_blocks(tier):
+                raise InvariantError(f"pins claim more of the {tier.value} tier than they may")
+        self.keeper.check_integrity()
+
+
+def _unpack_tokens(packed: bytes) -> list[int]:
+    tokens = array("I")
+    tokens.frombytes(packed)
+    return tokens.tolist()
