@@ -1,10 +1,10 @@
-"""The storage threads: several loaders, one inspector and one writer, fed by bounded queues, answering through one.
+"""The storage threads: several loaders, two inspectors and one writer, fed by bounded queues, answering through one.
 
 Knows jobs and a `DiskStore`; knows no blocks on a device and no requests. Everything public is for the engine thread.
 
     engine thread --submit--> loads  --> loader threads --+
                   --submit--> writes --> writer thread  --+--> results --poll--> engine thread
-                  --ask-----> asks   --> inspector thread --> futures
+                  --ask-----> asks   --> inspectors    --> futures
 
 Invariants: submitting never waits; a job is answered exactly once, also if its thread dies or the workers close; its
 leases are released by `poll`, in the engine thread, and not before it was answered; a dead thread shows in `health`
@@ -30,6 +30,8 @@ from tieredkv.storage.tier import BlockRecord
 logger = logging.getLogger(__name__)
 
 MAX_ASKS = 64
+NUM_INSPECTORS = 2
+"""One for an audit that takes minutes, one for short questions meanwhile."""
 MAX_BATCH_NBYTES = 8 << 20
 MAINTAIN_EVERY_S = 1.0
 SYNC_AFTER_IDLE_S = 3.0
@@ -92,7 +94,7 @@ class StorageWorkers:
         self._closed = False
         self._maintained_s = self._idle_since_s = clock()
         self._workers = [_Worker(f"tieredkv-loader-{i}", self._loads) for i in range(num_loaders)]
-        self._workers.append(_Worker("tieredkv-inspector", self._asks))
+        self._workers += [_Worker(f"tieredkv-inspector-{i}", self._asks) for i in range(NUM_INSPECTORS)]
         self._workers.append(_Worker("tieredkv-writer", self._writes))
         if start:
             for worker in self._workers:

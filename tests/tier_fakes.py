@@ -212,7 +212,8 @@ class TieredCore:
         self.tiers = self.core.tiers
         if disk is not None:
             # What a start asks the store for is answered before anything else.
-            disk.complete()
+            while disk.pending:
+                disk.complete()
             self.core.pins.expire()
 
     def crank(self) -> bool:

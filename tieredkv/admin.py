@@ -1,43 +1,65 @@
 """The verbs of the admin API over a running engine: inspect, pin, warm, demote, clear, flush, verify, follow.
 
-Everything here runs on the asyncio loop; what touches blocks is sent to the engine thread, what touches LMDB to a storage
-thread. Knows no HTTP: `scope` is None for an administrator, or the owner label of a tenant, to whom everything of other
-owners is as if it did not exist.
+    asyncio loop     Admin          one coroutine per verb
+    engine thread    inspection, clearing, pins       by `Engine.call`, a few milliseconds at a time
+    storage thread   prefix_tree, audit               by `DiskTier.ask`; removal by `DiskTier.change`
 
-Invariant: no verb waits without bound, and none holds up the engine for longer than a step.
+Knows no HTTP. `scope` is None for an administrator, or the owner label of a tenant, to whom everything of other owners is
+as if it did not exist.
+
+Invariants: no verb waits without bound, and none holds up the engine for longer than a few milliseconds at a time; an
+answer says what did not happen.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
-from typing import TYPE_CHECKING
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
+from tieredkv import hashing, inspection
 from tieredkv.config import Config
-from tieredkv.errors import CapacityError
+from tieredkv.core import EngineCore
+from tieredkv.errors import CapacityError, InvariantError, RequestError, StorageError
+from tieredkv.event_feed import follow
+from tieredkv.prefix_tree import PrefixTree, View
+from tieredkv.removing import Removal, Selection
 from tieredkv.reports import (
     BlockReport,
     CacheEvent,
     CacheReport,
     EventGap,
     EventSnapshot,
+    Finding,
     FlushReport,
     JobReport,
     LookupReport,
     PinReport,
     PrefixDetail,
     PrefixPage,
+    PrefixReport,
     RemovalReport,
     VerifyReport,
 )
+from tieredkv.storage.audit import Report
+from tieredkv.storage.disk import DiskStore
+from tieredkv.storage.listing import StoreListing
 from tieredkv.types import Tier
 
 if TYPE_CHECKING:
     from tieredkv.engine import Engine
     from tieredkv.warming import Warming, WarmPrompt
 
+T = TypeVar("T")
 
-def _not_yet() -> CapacityError:
-    return CapacityError("this verb is not served yet", status=503)
+MAX_PAGE = 1000
+ENGINE_TIMEOUT_S = 60.0
+"""A step of the engine may take seconds; what takes longer than this has gone wrong."""
+DISK_TIMEOUT_S = 30.0
+VERIFY_TIMEOUT_S = 1800.0
 
 
 class Admin:
@@ -47,10 +69,58 @@ class Admin:
         self._engine = engine
         self._config = config
         self._warming = warming
+        self._started_s = time.monotonic()
+        self._changing = asyncio.Lock()
+        self._verifying = asyncio.Lock()
+
+    # -- the threads ---------------------------------------------------------------------------------------------------
+
+    async def _call(self, function: Callable[[EngineCore], T]) -> T:
+        """Run `function` on the engine thread. Raises `CapacityError` if the engine is gone or takes too long."""
+        return await self._wait(self._engine.call(function), ENGINE_TIMEOUT_S)
+
+    async def _wait(self, future: Future[T], timeout_s: float) -> T:
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+        except TimeoutError:
+            raise CapacityError(f"no answer within {timeout_s:.0f} seconds", status=503) from None
+
+    async def _on_disk(self, function: Callable[[DiskStore], T], timeout_s: float) -> T | None:
+        """Run `function` on the store, in a thread that changes nothing; None without a disk tier. Raises `StorageError`."""
+        disk = await self._call(lambda core: None if core.tiers is None else core.tiers.disk)
+        return None if disk is None else await self._wait(disk.ask(function), timeout_s)
+
+    async def _look(self, function: Callable[[PrefixTree], T]) -> T:
+        """Run `function` over the prefix tree of all tiers; of those that work, if the disk does not."""
+        view, namespace = await self._call(lambda core: (inspection.take_view(core), core.namespace))
+
+        def on_store(store: DiskStore) -> list[T]:
+            with store.listing(namespace) as listing:
+                return [function(self._tree(view, listing))]
+
+        try:
+            found = await self._on_disk(on_store, DISK_TIMEOUT_S)
+        except StorageError:
+            found = None
+        return found[0] if found is not None else await asyncio.to_thread(lambda: function(self._tree(view, None)))
+
+    def _tree(self, view: View, listing: StoreListing | None) -> PrefixTree:
+        return PrefixTree(view, listing, self._decode if self._config.admin.admin_show_text else None)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._engine.tokenizer.decode(list(token_ids))
+
+    # -- inspection ----------------------------------------------------------------------------------------------------
 
     async def cache(self) -> CacheReport:
         """All tiers, the gate, requests, pins and jobs now."""
-        raise _not_yet()
+        try:
+            store_id = await self._on_disk(lambda store: store.store_id, DISK_TIMEOUT_S)
+        except StorageError:
+            store_id = None
+        fixed = inspection.Fixed(self._engine.model_name, self._started_s, store_id)
+        report = await self._call(lambda core: inspection.cache_report(core, fixed))
+        return replace(report, jobs=[] if self._warming is None else self._warming.jobs(scope=None))
 
     async def prefixes(
         self,
@@ -63,20 +133,77 @@ class Admin:
         query: str | None = None,
         scope: str | None = None,
     ) -> PrefixPage:
-        """One page of the branches of the prefix tree. Raises `RequestError` for a bad cursor or limit."""
-        raise _not_yet()
+        """One page of the branches of the prefix tree. `query` is looked for in ids, names, tenants and the words shown.
+
+        Raises `RequestError` for a bad cursor or limit.
+        """
+        if not 1 <= limit <= MAX_PAGE:
+            raise RequestError(f"limit must be between 1 and {MAX_PAGE}", param="limit")
+        start = b"" if cursor is None else _parse_hash(cursor, "cursor", status=400)
+        wanted = (query or "").lower()
+
+        def accept(report: PrefixReport) -> bool:
+            return (
+                scope in (None, report.tenant)
+                and tenant in (None, report.tenant)
+                and (tier is None or report.blocks_by_tier[tier] > 0)
+                and pinned in (None, bool(report.pins))
+                and (
+                    not wanted or report.id.startswith(wanted) or any(wanted in text.lower() for text in _texts(report))
+                )
+            )
+
+        page = await self._look(lambda tree: tree.page(start, limit, accept))
+        return PrefixPage(page.prefixes, None if page.next_start is None else page.next_start.hex(), page.num_total)
 
     async def prefix(self, prefix_id: str, *, scope: str | None = None) -> PrefixDetail:
         """One branch and its blocks. Raises `RequestError` with status 404."""
-        raise _not_yet()
+        last = _parse_hash(prefix_id, "prefix")
+
+        def find(tree: PrefixTree) -> PrefixDetail | None:
+            branch = tree.branch(last)
+            if branch is None:
+                return None
+            blocks = [report for h in branch.hashes if (report := tree.block(h)) is not None]
+            return PrefixDetail(tree.report(branch), blocks)
+
+        detail = await self._look(find)
+        if detail is None or scope not in (None, detail.prefix.tenant):
+            raise RequestError("there is no such prefix", param="prefix", status=404)
+        return replace(detail, blocks=await self._with_refs(detail.blocks))
 
     async def block(self, block_hash: str, *, scope: str | None = None) -> BlockReport:
         """One block. Raises `RequestError` with status 404."""
-        raise _not_yet()
+        name = _parse_hash(block_hash, "block")
+        report = await self._look(lambda tree: tree.block(name))
+        if report is None or scope not in (None, report.tenant):
+            raise RequestError("there is no such block", param="block", status=404)
+        return (await self._with_refs([report]))[0]
+
+    async def _with_refs(self, blocks: list[BlockReport]) -> list[BlockReport]:
+        hashes = [bytes.fromhex(block.hash) for block in blocks]
+        counts = await self._call(lambda core: inspection.ref_counts(core, hashes))
+        return [replace(block, ref_count=count) for block, count in zip(blocks, counts, strict=True)]
 
     async def lookup(self, token_ids: list[int], *, tenant: bytes) -> LookupReport:
         """What a request with these prompt tokens would find; changes nothing."""
-        raise _not_yet()
+        namespace, block_size = await self._call(lambda core: (core.namespace, core.block_size))
+        hashes: list[bytes] = []
+        await asyncio.to_thread(
+            hashing.extend_chain,
+            hashes,
+            hashing.root_hash(namespace, tenant),
+            token_ids,
+            block_size,
+            len(token_ids) // block_size,
+        )
+        try:
+            length = await self._on_disk(lambda store: store.longest_prefix(hashes), DISK_TIMEOUT_S)
+        except StorageError:
+            length = 0
+        return await self._call(lambda core: inspection.lookup_report(core, len(token_ids), hashes, length or 0))
+
+    # -- pins and warming ----------------------------------------------------------------------------------------------
 
     async def pin(
         self,
@@ -92,34 +219,43 @@ class Admin:
         scope: str | None = None,
     ) -> PinReport:
         """Pin the full blocks of a prompt, or a branch with all before it; with `warm` missing blocks are computed."""
-        raise _not_yet()
+        raise CapacityError("pins are not served yet", status=503)
 
     async def pins(self, *, scope: str | None = None) -> list[PinReport]:
         """All pins, the newest first."""
-        raise _not_yet()
+        raise CapacityError("pins are not served yet", status=503)
 
     async def get_pin(self, pin_id: str, *, scope: str | None = None) -> PinReport:
         """One pin. Raises `RequestError` with status 404."""
-        raise _not_yet()
+        raise CapacityError("pins are not served yet", status=503)
 
     async def unpin(self, pin_id: str, *, scope: str | None = None) -> PinReport:
         """Take a pin away; returns what it was. Raises `RequestError` with status 404."""
-        raise _not_yet()
+        raise CapacityError("pins are not served yet", status=503)
+
+    @property
+    def _jobs(self) -> Warming:
+        if self._warming is None:
+            raise CapacityError("no prompts can be warmed here", status=503)
+        return self._warming
 
     async def warm(self, prompts: list[WarmPrompt], *, name: str | None, owner: str) -> JobReport:
         """Start to compute prompts in the background."""
-        raise _not_yet()
+        return self._jobs.start(prompts, name=name, owner=owner)
 
     async def jobs(self, *, scope: str | None = None) -> list[JobReport]:
-        raise _not_yet()
+        """Jobs that run or ran, as far as they are remembered."""
+        return self._jobs.jobs(scope=scope)
 
     async def job(self, job_id: str, *, scope: str | None = None) -> JobReport:
         """One job. Raises `RequestError` with status 404."""
-        raise _not_yet()
+        return self._jobs.get(job_id, scope=scope)
 
     async def cancel_job(self, job_id: str, *, scope: str | None = None) -> JobReport:
         """Cancel a job that is not over. Raises `RequestError` with status 404."""
-        raise _not_yet()
+        return self._jobs.cancel(job_id, scope=scope)
+
+    # -- removal -------------------------------------------------------------------------------------------------------
 
     async def demote(
         self,
@@ -129,8 +265,15 @@ class Admin:
         tenant: str | None = None,
         scope: str | None = None,
     ) -> RemovalReport:
-        """Move blocks from the named tiers to the next lower one."""
-        raise _not_yet()
+        """Move blocks from the named tiers to the next lower one: copied first where it does not have them, then removed.
+
+        Raises `RequestError` for the disk, below which there is nothing, and with status 404 for an unknown prefix.
+        """
+        if Tier.DISK in tiers:
+            raise RequestError("there is no tier below the disk", param="tiers")
+        selection = Selection(_prefix_or_none(prefix_id), tenant, scope)
+        async with self._changing:
+            return await Removal(self._call, self._look, self._change).demote(tiers, selection)
 
     async def clear(
         self,
@@ -140,20 +283,104 @@ class Admin:
         tenant: str | None = None,
         scope: str | None = None,
     ) -> RemovalReport:
-        """Remove blocks from the named tiers, all of them if None."""
-        raise _not_yet()
+        """Remove blocks from the named tiers, all of them if None: those of a tenant, or a branch and everything below it, or
+        all of this model. Pinned blocks and those that requests use stay, and are counted.
+
+        Raises `RequestError` with status 404 for an unknown prefix.
+        """
+        selection = Selection(_prefix_or_none(prefix_id), tenant, scope)
+        async with self._changing:
+            return await Removal(self._call, self._look, self._change).clear(
+                set(Tier) if tiers is None else set(tiers), selection
+            )
+
+    async def _change(self, function: Callable[[DiskStore], T], timeout_s: float) -> T | None:
+        """Run `function` in the writer thread, behind what was queued before; None without a disk tier."""
+        disk = await self._call(lambda core: None if core.tiers is None else core.tiers.disk)
+        return None if disk is None else await self._wait(disk.change(function), timeout_s)
+
+    # -- upkeep --------------------------------------------------------------------------------------------------------
 
     async def flush(self, timeout_s: float) -> FlushReport:
-        """Save everything that a restart would lose, within `timeout_s` seconds."""
-        raise _not_yet()
+        """Save everything that a restart would lose, within `timeout_s` seconds, beside what the engine does."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            num_unsaved = await self._call(inspection.save_some)
+            if num_unsaved is None:
+                num_blocks = await self._call(lambda core: len(core.branches))
+                return FlushReport(not num_blocks, num_blocks)
+            if not num_unsaved:
+                synced = await self._synced(max(deadline_s - time.monotonic(), 0.1))
+                return FlushReport(synced, 0)
+            if time.monotonic() >= deadline_s:
+                return FlushReport(False, num_unsaved)
+            await asyncio.sleep(min(0.01, max(deadline_s - time.monotonic(), 0)))
+
+    async def _synced(self, timeout_s: float) -> bool:
+        """Bring the disk tier's writes to the device."""
+        try:
+            return bool(await self._change(lambda store: store.sync(), timeout_s))
+        except (StorageError, CapacityError):
+            return False
 
     async def verify(self) -> VerifyReport:
-        """Check the blocks of every tier."""
-        raise _not_yet()
+        """Check the blocks of every tier: recount device and host, read and compare every record on disk. What is wrong on disk
+        is mended. Raises `CapacityError` while another check runs.
+        """
+        if self._verifying.locked():
+            raise CapacityError("a check is running already", status=503, retry_after_s=10)
+        async with self._verifying:
+            findings: list[Finding] = []
+            num_checked = await self._call(lambda core: len(core.branches))
+            for tier, text in await self._call(inspection.contradictions):
+                findings.append(Finding(tier, text, repaired=False))
+            deadline_s = time.monotonic() + VERIFY_TIMEOUT_S
+            try:
+                report: Report | None = await self._on_disk(
+                    lambda store: store.check(lambda: time.monotonic() > deadline_s), VERIFY_TIMEOUT_S + DISK_TIMEOUT_S
+                )
+            except (StorageError, InvariantError) as error:
+                findings.append(Finding(Tier.DISK, f"cannot be checked: {error}", repaired=False))
+                report = None
+            if report is not None:
+                num_checked += report.num_blocks
+                findings += [Finding(Tier.DISK, text, repaired=True) for text in report.problems]
+                if report.num_problems > len(report.problems):
+                    more = report.num_problems - len(report.problems)
+                    findings.append(Finding(Tier.DISK, f"{more} more like these", repaired=True))
+                if report.stopped:
+                    text = f"stopped after {report.num_blocks} blocks, with more to check"
+                    findings.append(Finding(Tier.DISK, text, repaired=False))
+            return VerifyReport(ok=not findings, num_checked=num_checked, findings=findings)
 
     async def events(
         self, *, since: tuple[str, int] | None = None
     ) -> AsyncIterator[CacheEvent | EventSnapshot | EventGap]:
-        """Changes of the tiers from (epoch, sequence) `since` on, or from a snapshot."""
-        raise _not_yet()
-        yield EventGap("", 0, "")
+        """Changes of the tiers from (epoch, sequence) `since` on, or from a snapshot. Never ends by itself."""
+        async for event in follow(self._call, self._on_disk, since):
+            yield event
+
+
+def _parse_hash(text: str, param: str, *, status: int = 404) -> bytes:
+    try:
+        parsed = bytes.fromhex(text)
+    except ValueError:
+        parsed = b""
+    if len(parsed) != hashing.HASH_NBYTES or parsed.hex() != text:
+        reason = "cannot be read" if status == 400 else "does not exist"
+        raise RequestError(f"this {param} {reason}", param=param, status=status)
+    return parsed
+
+
+def _prefix_or_none(prefix_id: str | None) -> bytes | None:
+    return None if prefix_id is None else _parse_hash(prefix_id, "prefix")
+
+
+def _texts(report: PrefixReport) -> list[str]:
+    return [text for text in (report.name, report.tenant, report.first_words, report.last_words) if text]
+
+
+def _found(report: T | None, kind: str) -> T:
+    if report is None:
+        raise RequestError(f"there is no such {kind}", param=kind, status=404)
+    return report

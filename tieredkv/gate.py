@@ -45,7 +45,7 @@ class CostGate:
         self.prefill = Rate()
         self.bandwidth = {Tier.HOST: Rate(), Tier.DISK: Rate()}
         self.block_size = block_size
-        self._block_nbytes = block_nbytes
+        self.block_nbytes = block_nbytes
 
     def measure_step(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step of the engine that computed `num_tokens`."""
@@ -53,10 +53,15 @@ class CostGate:
             self.prefill.measure(num_tokens, seconds)
 
     def measure_load(self, tier: Tier, num_blocks: int, seconds: float) -> None:
-        self.bandwidth[tier].measure(num_blocks * self._block_nbytes, seconds)
+        self.bandwidth[tier].measure(num_blocks * self.block_nbytes, seconds)
 
     def prefill_seconds(self, num_tokens: int) -> float:
         return self.prefill.seconds_for(num_tokens)
+
+    def load_seconds(self, tier: Tier, num_blocks: int) -> float | None:
+        """Predicted time to bring up blocks of a tier with nothing queued before them; None while nothing has been measured."""
+        rate = self.bandwidth[tier]
+        return None if rate.per_s is None else rate.seconds_for(num_blocks * self.block_nbytes)
 
     def worth_restoring(self, sources: Sequence[Tier], queued: dict[Tier, int] | None = None) -> int:
         """How many of the blocks, from the first on, to bring up. `sources` tells where each lies, head of the prefix first;
@@ -73,7 +78,7 @@ class CostGate:
             if tier is not Tier.DEVICE:
                 num_blocks = 1 if tier in seen else 1 + queued.get(tier, 0)
                 seen.add(tier)
-                cost += self.bandwidth[tier].seconds_for(num_blocks * self._block_nbytes)
+                cost += self.bandwidth[tier].seconds_for(num_blocks * self.block_nbytes)
             gain = self.prefill_seconds((i + 1) * self.block_size) - cost
             # Unmeasured rates make both sides zero: then more blocks are taken to be better.
             if gain > best_gain or (gain == best_gain and (self.prefill.per_s is None or tier is Tier.DEVICE)):

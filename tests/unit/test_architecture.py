@@ -13,7 +13,22 @@ ROOT = Path(__file__).resolve().parents[2]
 
 ROWS = {
     9: ["cli", "server", "bench", "__main__"],
-    8: ["engine", "llm", "build", "admin", "warming", "preload", "prompt_file", "request_log", "prefix_file", "transport"],
+    8: [
+        "engine",
+        "llm",
+        "build",
+        "admin",
+        "inspection",
+        "clearing",
+        "removing",
+        "event_feed",
+        "warming",
+        "preload",
+        "prompt_file",
+        "request_log",
+        "prefix_file",
+        "transport",
+    ],
     7: ["core"],
     6: ["model_runner"],
     5: [
@@ -45,6 +60,7 @@ ROWS = {
         "pins",
         "branches",
         "events",
+        "prefix_tree",
     ],
     3: ["blocks", "free_list", "sequence", "pool", "transfer", "tier_faces", "cuda_runtime", "cuda_transfer"],
     2: ["kernels", "storage"],
