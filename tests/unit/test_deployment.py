@@ -210,18 +210,29 @@ def test_every_service_is_hardened_and_has_a_health_check():
         assert "privileged" not in service, name
 
 
+def _mounts(service: dict) -> list[dict]:
+    """The service's volumes in the long form, with the defaults of their variables."""
+    found = []
+    for volume in service["volumes"]:
+        if isinstance(volume, str):
+            source, target = _default(volume).split(":")
+            volume = {"type": "volume", "source": source, "target": target}
+        found.append({**volume, "source": _default(volume["source"])})
+    return found
+
+
 def test_volumes_are_declared_and_files_exist():
     for name, service in SERVICES.items():
-        for volume in service["volumes"]:
+        for volume in _mounts(service):
             if volume["type"] == "bind":
                 assert volume["read_only"], (name, volume)
-                assert (ROOT / _default(volume["source"])).exists(), (name, volume)
+                assert (ROOT / volume["source"]).exists(), (name, volume)
             else:
                 assert volume["source"] in COMPOSE["volumes"], (name, volume)
-    used = {v["source"] for s in SERVICES.values() for v in s["volumes"] if v["type"] == "volume"}
+    used = {v["source"] for s in SERVICES.values() for v in _mounts(s) if v["type"] == "volume"}
     assert used == set(COMPOSE["volumes"])
     for service in SERVERS.values():
-        mounted = {v["target"] for v in service["volumes"] if v["type"] == "volume"}
+        mounted = {v["target"] for v in _mounts(service) if v["type"] == "volume"}
         assert mounted == set(json.loads(_last(service["build"]["target"], "VOLUME")))
 
 
