@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -123,19 +124,19 @@ def test_the_tree_opens_closes_and_nests(opened: Page):
 
 
 def test_the_tree_is_read_page_by_page(page: Page, fake):
-    fake.admin.grow(roots=1, children=119)
+    fake.admin.grow(roots=1, children=249)
     open_page(page, fake)
-    expect(page.locator("#prefix-count")).to_have_text("50 of 120 branches")
+    expect(page.locator("#prefix-count")).to_have_text("100 of 250 branches")
     page.get_by_role("button", name="Load more").click()
-    expect(page.locator("#prefix-count")).to_have_text("100 of 120 branches")
+    expect(page.locator("#prefix-count")).to_have_text("200 of 250 branches")
     # Opening a branch fetches the children that it lacks.
-    toggle = page.get_by_role("button", name="root 1: 119 branches below")
+    toggle = page.get_by_role("button", name="root 1: 249 branches below")
     toggle.click()
     toggle.click()
-    expect(page.locator("#prefix-count")).to_have_text("120 of 120 branches")
+    expect(page.locator("#prefix-count")).to_have_text("250 of 250 branches")
     expect(page.get_by_role("button", name="Load more")).to_be_hidden()
     page.locator("#refresh").click()
-    expect(rows(page)).to_have_count(120)
+    expect(rows(page)).to_have_count(250)
 
 
 def test_filters_and_search(opened: Page, fake):
@@ -159,6 +160,19 @@ def test_filters_and_search(opened: Page, fake):
         expect(rows(opened)).to_have_count(10)
     opened.locator("#filters").get_by_label("Tenant").fill("0123456789ab")
     expect(rows(opened)).to_have_count(1)
+
+
+def test_siblings_are_sorted(opened: Page, fake):
+    fake.admin.branches += [branch(90, name="big", num_own=99), branch(91, name="new", last_use_s=time.time() + 60)]
+    opened.locator("#refresh").click()
+    names = opened.locator("#prefix-rows th .link:not(.small)")
+    expect(names.first).to_have_text("new")
+    order = opened.locator("#filters").get_by_label("Sort by")
+    order.select_option("tokens")
+    expect(names.first).to_have_text("big")
+    order.select_option("hits")
+    expect(names.first).to_have_text("new")
+    expect(names.nth(1)).to_have_text("big")
 
 
 def test_a_branch_without_its_parent_can_fetch_it(opened: Page, fake):

@@ -134,6 +134,7 @@ def test_everything_can_be_reached_and_done_with_the_keyboard(page: Page, fake):
         "tier",
         "pinned",
         "tenant",
+        "order",
         "root 1: 1 branch below",
         "Pin root 1",
         "Clear root 1",

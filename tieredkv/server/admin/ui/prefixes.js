@@ -8,11 +8,18 @@ import { ago, bytes, count, counted, shortHash } from "./format.js";
 import { TIERS } from "./history.js";
 import { Tree } from "./tree.js";
 
-const PAGE = 50;
+const PAGE = 100;
 // A refresh reads again what has been read, up to this many pages.
 const MOST_PAGES = 8;
 const REFRESH_MS = 5000;
 const DEEPEST_INDENT = 8;
+// The server lists branches by their hashes, which mean nothing; what has been read is sorted here.
+const ORDERS = {
+  used: (a, b) => (b.last_use_s ?? 0) - (a.last_use_s ?? 0),
+  hits: (a, b) => b.num_hits - a.num_hits,
+  tokens: (a, b) => b.num_tokens - a.num_tokens,
+  size: (a, b) => b.nbytes - a.nbytes,
+};
 
 /** Blocks by tier, as a coloured mark, a word and a number each. */
 export function tierMarks(byTier) {
@@ -78,7 +85,11 @@ export class Prefixes {
     this._busy = false;
     const form = byId("filters");
     form.addEventListener("submit", (event) => event.preventDefault());
-    form.addEventListener("input", () => {
+    form.addEventListener("input", (event) => {
+      if (event.target.name === "order") {
+        this._render();
+        return;
+      }
       clearTimeout(this._typing);
       this._typing = setTimeout(() => this.restart(), 250);
     });
@@ -154,7 +165,7 @@ export class Prefixes {
   }
 
   _render() {
-    const rows = this._tree.rows();
+    const rows = this._tree.rows(ORDERS[byId("filters").elements.order.value]);
     const kept = new Map();
     const body = byId("prefix-rows");
     let before = body.firstChild;
@@ -169,7 +180,9 @@ export class Prefixes {
     for (const [id, row] of this._rows) if (!kept.has(id)) row.node.remove();
     this._rows = kept;
     const filtered = Object.entries(this._query(null)).some(([name, value]) => !["limit", "cursor"].includes(name) && value);
-    setText(byId("prefix-count"), this._total ? `${count(this._tree.size)} of ${count(this._total)} branches` : "");
+    // A server with very many does not count them.
+    const all = this._total === null ? "more branches" : counted(this._total, "branch", "branches");
+    setText(byId("prefix-count"), rows.length ? `${count(this._tree.size)} of ${all}` : "");
     const empty = byId("prefix-empty");
     empty.hidden = rows.length > 0;
     setText(empty, filtered ? "No branch fits these filters." : "Nothing cached yet: send a request whose prompt fills at least one block.");

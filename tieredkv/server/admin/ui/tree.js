@@ -46,12 +46,13 @@ export class Tree {
   }
 
   /**
-   * What to show, from the top: [{ report, level, open, numMissing, isOrphan }]. level 1 is the outermost; numMissing
+   * What to show, from the top, siblings by `order`: [{ report, level, open, numMissing, isOrphan }]. level 1 is the outermost; numMissing
    * children of the branch are not here, because they do not fit the filters or are on a later page; an orphan continues a
    * branch that is not here.
    */
-  rows() {
+  rows(order) {
     const children = this._children();
+    for (const siblings of children.values()) siblings.sort(order);
     const rows = [];
     const pending = [...(children.get(null) ?? [])].reverse().map((report) => [report, 1]);
     while (pending.length) {
