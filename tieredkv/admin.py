@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from tieredkv import hashing, inspection
+from tieredkv.branches import Root
 from tieredkv.config import Config
 from tieredkv.core import EngineCore
 from tieredkv.errors import CapacityError, InvariantError, RequestError, StorageError
@@ -48,10 +49,10 @@ from tieredkv.storage.audit import Report
 from tieredkv.storage.disk import DiskStore
 from tieredkv.storage.listing import StoreListing
 from tieredkv.types import Tier
+from tieredkv.warming import Warming, WarmPrompt
 
 if TYPE_CHECKING:
     from tieredkv.engine import Engine
-    from tieredkv.warming import Warming, WarmPrompt
 
 T = TypeVar("T")
 
@@ -59,6 +60,7 @@ MAX_PAGE = 1000
 ENGINE_TIMEOUT_S = 60.0
 """A step of the engine may take seconds; what takes longer than this has gone wrong."""
 DISK_TIMEOUT_S = 30.0
+PIN_TIMEOUT_S = 5.0
 VERIFY_TIMEOUT_S = 1800.0
 
 
@@ -218,20 +220,77 @@ class Admin:
         warm: bool = True,
         scope: str | None = None,
     ) -> PinReport:
-        """Pin the full blocks of a prompt, or a branch with all before it; with `warm` missing blocks are computed."""
-        raise CapacityError("pins are not served yet", status=503)
+        """Pin the full blocks of a prompt, or a branch with all before it; with `warm` what is missing is computed. Answers
+        when a restart would find the pin, and says so if it would not.
+
+        Raises `RequestError` for what cannot be pinned, with status 404 for an unknown prefix.
+        """
+        if (token_ids is None) == (prefix_id is None):
+            raise RequestError("either tokens or a prefix must be given", param="prefix")
+        if prefix_id is not None:
+            token_ids, root = await self._chain(prefix_id, scope)
+            tenant, owner = root.tenant, root.owner if scope is None else owner
+        wanted = token_ids or []
+        report = await self._call(
+            lambda core: core.pins.pin(wanted, tenant=tenant, owner=owner, tier=tier, ttl_s=ttl_s, name=name)
+        )
+        if not report.id:
+            return report
+        saved = await self._is_saved(report.id)
+        # By now the store has told what it holds of the pin.
+        now = await self._call(lambda core: core.pins.get(report.id))
+        report = now or report
+        if warm and self._warming is not None and report.num_present < report.num_blocks:
+            report = replace(
+                report, job=self._warm_pin(report, wanted[: report.num_pinned_tokens], tenant, owner, tier)
+            )
+        if not saved:
+            report = replace(report, reason=report.reason or "not on disk yet: a restart now would lose the pin")
+        return report
+
+    async def _chain(self, prefix_id: str, scope: str | None) -> tuple[list[int], Root]:
+        """The tokens of a prefix, and where its chain begins."""
+        last = _parse_hash(prefix_id, "prefix")
+
+        def find(tree: PrefixTree) -> tuple[list[int], Root] | None:
+            found = tree.token_ids(last)
+            about = None if found is None else tree.about(tree.root(last))
+            return None if found is None or about is None else (found, about)
+
+        found = await self._look(find)
+        if found is None or scope not in (None, found[1].owner):
+            raise RequestError("there is no such prefix, or not all of it", param="prefix", status=404)
+        return found
+
+    def _warm_pin(
+        self, report: PinReport, token_ids: list[int], tenant: bytes, owner: str, tier: Tier | None
+    ) -> str | None:
+        """Have what a pin misses computed or brought up; returns the job's id, None if too many jobs are open."""
+        prompt = WarmPrompt(token_ids, report.name, tenant, owner, tier=tier)
+        try:
+            return self._jobs.start([prompt], name=report.name, kind="pin", owner=owner).id
+        except CapacityError:
+            return None
+
+    async def _is_saved(self, pin_id: str) -> bool:
+        deadline_s = time.monotonic() + PIN_TIMEOUT_S
+        while not await self._call(lambda core: core.pins.is_saved(pin_id)):
+            if time.monotonic() >= deadline_s:
+                return False
+            await asyncio.sleep(0.01)
+        return True
 
     async def pins(self, *, scope: str | None = None) -> list[PinReport]:
         """All pins, the newest first."""
-        raise CapacityError("pins are not served yet", status=503)
+        return await self._call(lambda core: core.pins.list(scope=scope))
 
     async def get_pin(self, pin_id: str, *, scope: str | None = None) -> PinReport:
         """One pin. Raises `RequestError` with status 404."""
-        raise CapacityError("pins are not served yet", status=503)
+        return _found(await self._call(lambda core: core.pins.get(pin_id, scope=scope)))
 
     async def unpin(self, pin_id: str, *, scope: str | None = None) -> PinReport:
         """Take a pin away; returns what it was. Raises `RequestError` with status 404."""
-        raise CapacityError("pins are not served yet", status=503)
+        return _found(await self._call(lambda core: core.pins.unpin(pin_id, scope=scope)))
 
     @property
     def _jobs(self) -> Warming:
@@ -380,7 +439,7 @@ def _texts(report: PrefixReport) -> list[str]:
     return [text for text in (report.name, report.tenant, report.first_words, report.last_words) if text]
 
 
-def _found(report: T | None, kind: str) -> T:
+def _found(report: PinReport | None) -> PinReport:
     if report is None:
-        raise RequestError(f"there is no such {kind}", param=kind, status=404)
+        raise RequestError("there is no such pin", param="id", status=404)
     return report

@@ -7,7 +7,7 @@ its parent, so nodes are a forest of prefixes. Who owns a chain's root and what 
 `on_label`, which makes it survive a restart.
 
 Knows hashes, tokens and tiers; no pool, no arena, no disk. Used by the engine thread alone; `snapshot` is what others may
-read. Invariants: a node's `where` says what the tiers say; owners and names are bounded by the nodes and a constant.
+read. Invariants: a node's `where` says what the tiers say; roots and names are bounded by the nodes and a constant.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tieredkv.types import Tier
 ROOT_LABEL, NAME_LABEL = "root", "name"
 MAX_NAMES = 4096
 MAX_NAME_LENGTH = 256
-_LEAST_OWNERS = 1024
+_LEAST_ROOTS = 1024
 _BITS = {Tier.DEVICE: 1, Tier.HOST: 2}
 
 
@@ -47,18 +47,38 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class Root:
+    """Where the chains of one owner and cache salt begin: whose they are, and the salt that seeds them."""
+
+    owner: str
+    tenant: bytes
+
+    def pack(self) -> str:
+        return f"{self.owner} {self.tenant.hex()}"
+
+    @classmethod
+    def unpack(cls, text: str) -> Root | None:
+        """None for what is no packed root."""
+        owner, _, tenant = text.partition(" ")
+        try:
+            return cls(owner, bytes.fromhex(tenant))
+        except ValueError:
+            return None
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """What lay on the device and in the host tier after event `sequence`. The nodes themselves live on."""
 
     sequence: int
     nodes: Mapping[bytes, Node]
-    owners: Mapping[bytes, str]
+    roots: Mapping[bytes, Root]
     names: Mapping[bytes, str]
 
 
 class Branches:
-    """The nodes of one engine. `on_label(kind, hash, text)` is called for each owner of a root and each name of a prefix that
-    is new here.
+    """The nodes of one engine. `on_label(kind, hash, text)` is called for each root whose first block comes, and for each
+    name of a prefix that is new here.
     """
 
     def __init__(self, events: EventLog, clock: Callable[[], float] = time.time) -> None:
@@ -66,9 +86,9 @@ class Branches:
         self.on_label: Callable[[str, bytes, str], None] = lambda kind, block_hash, text: None
         self._clock = clock
         self._nodes: dict[bytes, Node] = {}
-        self._owners: dict[bytes, str] = {}
+        self._roots: dict[bytes, Root] = {}
         self._names: dict[bytes, str] = {}
-        self._most_owners = _LEAST_OWNERS
+        self._most_roots = _LEAST_ROOTS
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -78,16 +98,16 @@ class Branches:
 
     def snapshot(self) -> Snapshot:
         """A copy for another thread, at about 10 ns a block; publishes the events so far."""
-        return Snapshot(self.events.publish(), self._nodes.copy(), self._owners.copy(), self._names.copy())
+        return Snapshot(self.events.publish(), self._nodes.copy(), self._roots.copy(), self._names.copy())
 
     def stored(self, tier: Tier, info: BlockInfo, reason: str) -> None:
         """A block can be found on the device or in the host tier from now on."""
         node = self._nodes.get(info.hash)
         if node is None:
             node = self._nodes[info.hash] = Node(info, self._clock())
-            if not info.depth and info.root in self._owners:
-                # The disk may have forgotten a root that it held nothing of.
-                self.on_label(ROOT_LABEL, info.root, self._owners[info.root])
+            if not info.depth and info.root in self._roots:
+                # Each time: the disk may have forgotten a root that it held nothing of.
+                self.on_label(ROOT_LABEL, info.root, self._roots[info.root].pack())
         bit = _BITS[tier]
         if not node.where & bit:
             node.where |= bit
@@ -114,15 +134,16 @@ class Branches:
                 node.num_hits += 1
                 node.last_use_s = now_s
 
-    def own(self, root: bytes, owner: str) -> None:
-        """Blocks below `root` belong to `owner`. To be told before the first of them is stored."""
-        if self._owners.get(root) == owner:
+    def own(self, root: bytes, owner: str, tenant: bytes) -> None:
+        """Blocks below `root`, which `tenant` seeds, belong to `owner`. To be told before the first of them is stored."""
+        known = self._roots.get(root)
+        if known is not None and known.owner == owner:
             return
-        if len(self._owners) >= self._most_owners:
+        if len(self._roots) >= self._most_roots:
             live = {node.root for node in self._nodes.values()}
-            self._owners = {root: owner for root, owner in self._owners.items() if root in live}
-            self._most_owners = max(2 * len(self._owners), _LEAST_OWNERS)
-        self._owners[root] = owner
+            self._roots = {name: each for name, each in self._roots.items() if name in live}
+            self._most_roots = max(2 * len(self._roots), _LEAST_ROOTS)
+        self._roots[root] = Root(owner, tenant)
 
     def call(self, block_hash: bytes, name: str) -> None:
         """The prefix that ends with this block is called `name`."""

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tieredkv.branches import NAME_LABEL, ROOT_LABEL, Node, Snapshot
+from tieredkv.branches import NAME_LABEL, ROOT_LABEL, Node, Root, Snapshot
 from tieredkv.reports import BlockReport, PrefixReport
 from tieredkv.storage.index import Row
 from tieredkv.storage.listing import StoreListing
@@ -142,7 +142,7 @@ class PrefixTree:
         for node in self._nodes.values():
             if node.depth:
                 self._children.setdefault(node.parent, []).append(node.hash)
-        self._owners: dict[bytes, str] = {}
+        self._roots: dict[bytes, Root | None] = {}
         self.num_reads = 0
 
     # -- pages ---------------------------------------------------------------------------------------------------------
@@ -232,17 +232,36 @@ class PrefixTree:
         # The blocks before these have gone; what is left cannot be hit, but it is there.
         return Branch(own[::-1], None, num_children)
 
+    def about(self, root: bytes) -> Root | None:
+        """What is known of a root."""
+        if root not in self._roots:
+            found = self._view.blocks.roots.get(root)
+            if found is None and self._listing is not None:
+                label = self._listing.label(ROOT_LABEL, root)
+                found = None if label is None else Root.unpack(label)
+            self._roots[root] = found
+        return self._roots[root]
+
     def owner(self, root: bytes) -> str:
-        found = self._owners.get(root) or self._view.blocks.owners.get(root)
-        if found is None and self._listing is not None:
-            found = self._listing.label(ROOT_LABEL, root)
-        self._owners[root] = found or UNKNOWN_OWNER
-        return self._owners[root]
+        about = self.about(root)
+        return UNKNOWN_OWNER if about is None else about.owner
 
     def roots_of(self, owner: str) -> set[bytes]:
         """The roots of an owner's chains, one per cache salt."""
         stored = self._listing.labels(ROOT_LABEL) if self._listing is not None else {}
-        return {root for root, label in {**stored, **self._view.blocks.owners}.items() if label == owner}
+        roots = {root: Root.unpack(label) for root, label in stored.items()} | dict(self._view.blocks.roots)
+        return {root for root, about in roots.items() if about is not None and about.owner == owner}
+
+    def token_ids(self, block_hash: bytes) -> list[int] | None:
+        """All tokens from the root to the end of this block; None if some of its chain lies nowhere."""
+        parts: list[Sequence[int]] = []
+        at = block_hash
+        while (block := self._find(at)) is not None:
+            parts.append(block.token_ids)
+            if not block.depth:
+                return [token_id for part in reversed(parts) for token_id in part]
+            at = block.parent
+        return None
 
     def root(self, block_hash: bytes) -> bytes:
         """The root of a block's chain. Raises `KeyError` if the block lies nowhere."""
