@@ -22,6 +22,8 @@ def report(pool: BlockPool, block_nbytes: int, tiers: Tiers | None) -> Iterator[
         "used": (pool.num_usable - pool.num_free + pool.num_findable_free) * block_nbytes,
         "blocks": pool.num_committed,
         "evictions": pool.num_evicted,
+        "pinned": pool.num_kept,
+        "retained": pool.num_retained,
     }
     holds: dict[Tier, Mapping[str, float]] = {Tier.DEVICE: device}
     if tiers is not None:
@@ -32,6 +34,8 @@ def report(pool: BlockPool, block_nbytes: int, tiers: Tiers | None) -> Iterator[
         ("gauge", "tier_capacity_bytes", "capacity", "Most bytes that the tier's blocks may take."),
         ("gauge", "tier_used_bytes", "used", "Bytes that the tier's blocks take."),
         ("gauge", "tier_blocks", "blocks", "Findable blocks in the tier."),
+        ("gauge", "tier_pinned_blocks", "pinned", "Blocks that pins keep in the tier."),
+        ("gauge", "tier_retained_blocks", "retained", "Blocks that requests asked to retain, in the tier."),
         ("counter", "tier_evictions", "evictions", "Blocks that made room for others in the tier."),
         ("counter", "tier_corrupt_records", "corrupt", "Stored blocks that failed verification and were dropped."),
     ):
@@ -50,6 +54,8 @@ def _facts(usage: TierUsage) -> dict[str, float]:
         "blocks": usage.num_blocks,
         "evictions": usage.num_evictions,
         "corrupt": usage.num_corrupt,
+        "pinned": usage.num_pinned,
+        "retained": usage.num_retained,
     }
 
 
