@@ -131,7 +131,7 @@ def _decode_variants(arch: int, quick: bool) -> Iterator[Variant]:
         for groups, split in itertools.product(GROUPS[:1] if quick else GROUPS, (True,) if quick else (True, False)):
             at = next(turn)
             group, block_size = groups[at % len(groups)], BLOCK_SIZES[at % len(BLOCK_SIZES)]
-            tile = decode_tile(ITEMSIZE[dtype], head_dim, group, arch)
+            tile = decode_tile(ITEMSIZE[dtype], head_dim, group)
             constants = paged_decode.decode_constants(
                 tile, group, head_dim, block_size, window=window, softcap=softcap, split=split, upcast=False
             )
@@ -157,7 +157,7 @@ def _prefill_variants(arch: int, quick: bool) -> Iterator[Variant]:
     for dtype, head_dim, window, softcap in _problems(quick):
         at = next(turn)
         group, block_size = groups[at % len(groups)], BLOCK_SIZES[at % len(BLOCK_SIZES)]
-        tile = prefill_tile(ITEMSIZE[dtype], head_dim, group, arch)
+        tile = prefill_tile(ITEMSIZE[dtype], head_dim, group, arch, options=window or softcap)
         constants = paged_prefill.prefill_constants(
             tile, group, head_dim, block_size, window=window, softcap=softcap, upcast=False
         )
@@ -177,9 +177,7 @@ def _prefill_variants(arch: int, quick: bool) -> Iterator[Variant]:
 
 def _merge_variants(arch: int, dtype: str, quick: bool) -> Iterator[Variant]:
     for head_dim, window in itertools.product(HEAD_DIMS, (False,) if quick else (False, True)):
-        constants = paged_decode.merge_constants(
-            decode_tile(ITEMSIZE[dtype], head_dim, 1, arch), head_dim, window=window
-        )
+        constants = paged_decode.merge_constants(decode_tile(ITEMSIZE[dtype], head_dim, 1), head_dim, window=window)
         label = f"dim {head_dim}{' window' * window}"
         warps = paged_decode.MERGE_WARPS
         yield Variant(paged_decode.__name__, "merge_kernel", arch, dtype, label, constants, warps, 3, {})

@@ -33,31 +33,39 @@ class Tile:
     num_stages: int
 
 
-# (bytes per number, padded head dim) -> {compute capability from which on the row holds: (keys, warps, stages)}.
+# (bytes per number, padded head dim) -> (keys, warps, stages).
 #
 # Decode is bound by memory. A device that moves 4.8 TB/s at a latency of 0.8 us has 3.8 MB on the way, 29 KiB for each of
-# 132 multiprocessors. A tile of 64 keys and values of 128 16-bit numbers is 32 KiB; three stages keep two tiles on the
-# way, and two programs share a multiprocessor: four times what is needed, and 96 KiB of shared memory each. Other head
-# dims keep the bytes per tile. 8.6, 8.9 and 12.0 have 99 KiB of shared memory in all.
-_DECODE: dict[tuple[int, int], dict[int, tuple[int, int, int]]] = {
-    (2, 64): {80: (128, 4, 3), 86: (64, 4, 3), 90: (128, 4, 3), 120: (64, 4, 3)},
-    (2, 128): {80: (64, 4, 3), 86: (32, 4, 3), 90: (64, 4, 3), 120: (32, 4, 3)},
-    (2, 256): {80: (32, 4, 3), 86: (32, 4, 2), 90: (32, 4, 3), 120: (32, 4, 2)},
-    (4, 64): {80: (32, 4, 2)},
-    (4, 128): {80: (32, 4, 2)},
-    (4, 256): {80: (16, 4, 2)},
+# 132 multiprocessors. A tile of 64 keys and values of 128 16-bit numbers is 32 KiB; three stages keep one on the way while
+# one is computed, and three programs share a multiprocessor: three times what is needed. Other head dims keep the bytes
+# per tile. It fits the 99 KiB of smaller cards too.
+#
+# 32-bit numbers are multiplied exactly, by the general cores, for checking models rather than for serving them: tiles are
+# what keeps the operands in registers.
+_DECODE: dict[tuple[int, int], tuple[int, int, int]] = {
+    (2, 64): (128, 4, 3),
+    (2, 128): (64, 4, 3),
+    (2, 256): (32, 4, 3),
+    (4, 64): (16, 4, 3),
+    (4, 128): (16, 4, 3),
+    (4, 256): (16, 8, 3),
 }
-# The same with rows first: (rows, keys, warps, stages). Prefill is bound by arithmetic: 128 rows use each key and value
-# 128 times, which keeps the second-level cache below its rate at 600 TFLOP/s, and make two warp groups of 64 rows.
-# 32-bit numbers go through the general cores, exactly; small tiles keep them in registers.
+# (bytes per number, padded head dim) -> {compute capability from which on the row holds: (rows, keys, warps, stages)}.
+#
+# Prefill is bound by arithmetic. 128 rows use each key and value 128 times, which keeps the second-level cache below its
+# rate at 600 TFLOP/s, and make two warp groups of 64 rows. From 9.0 on the products read queries and keys from shared
+# memory: 64 rows by 64 keys take as long to read as to multiply, by 128 keys three quarters of that. 8.x and 12.0 hold
+# operands in registers, which is what limits their tiles. With fewer than three stages nothing is loaded ahead.
 _PREFILL: dict[tuple[int, int], dict[int, tuple[int, int, int, int]]] = {
-    (2, 64): {80: (128, 64, 4, 3), 86: (128, 64, 4, 2), 90: (128, 128, 8, 3), 120: (128, 64, 4, 2)},
-    (2, 128): {80: (128, 64, 8, 3), 86: (128, 32, 8, 2), 90: (128, 64, 8, 3), 120: (128, 32, 8, 2)},
-    (2, 256): {80: (64, 32, 8, 2), 86: (64, 32, 8, 1), 90: (128, 64, 8, 2), 120: (64, 32, 8, 1)},
-    (4, 64): {80: (32, 32, 4, 2)},
-    (4, 128): {80: (32, 32, 4, 2)},
-    (4, 256): {80: (16, 16, 4, 2)},
+    (2, 64): {80: (128, 64, 8, 3), 90: (128, 128, 8, 3), 120: (128, 64, 8, 3)},
+    (2, 128): {80: (128, 32, 8, 3), 90: (128, 128, 8, 3), 120: (128, 32, 8, 3)},
+    (2, 256): {80: (64, 32, 8, 3), 90: (128, 32, 8, 3), 120: (64, 32, 8, 3)},
+    (4, 64): {80: (32, 16, 8, 3)},
+    (4, 128): {80: (32, 16, 8, 3)},
+    (4, 256): {80: (32, 16, 8, 3)},
 }
+# Masks and caps of the options take registers that the widest tile does not leave.
+_MOST_KEYS_WITH_OPTIONS = {(2, 128): 64}
 
 
 def launch_options(num_warps: int, num_stages: int = 3) -> dict[str, int | bool]:
@@ -70,22 +78,22 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def _row(table: dict[int, tuple[int, ...]], arch: int) -> tuple[int, ...]:
-    known = [start for start in table if start <= arch]
-    return table[max(known) if known else min(table)]
+def _table_key(itemsize: int, head_dim: int) -> tuple[int, int]:
+    return itemsize, min(max(padded_head_dim(head_dim), 64), 256)
 
 
-def decode_tile(itemsize: int, head_dim: int, group: int, arch: int) -> Tile:
+def decode_tile(itemsize: int, head_dim: int, group: int) -> Tile:
     """`group` query heads share a key head and become the rows of one product; tensor cores want at least 16 rows."""
-    table = _DECODE[itemsize, min(max(padded_head_dim(head_dim), 64), 256)]
-    block_n, num_warps, num_stages = _row(dict(table), arch)
-    return Tile(max(16, 1 << (group - 1).bit_length()), block_n, num_warps, num_stages)
+    return Tile(max(16, 1 << (group - 1).bit_length()), *_DECODE[_table_key(itemsize, head_dim)])
 
 
-def prefill_tile(itemsize: int, head_dim: int, group: int, arch: int) -> Tile:
-    """Rows are (query token, head of the group) pairs: `block_m // group` tokens per tile."""
-    table = _PREFILL[itemsize, min(max(padded_head_dim(head_dim), 64), 256)]
-    block_m, block_n, num_warps, num_stages = _row(dict(table), arch)
+def prefill_tile(itemsize: int, head_dim: int, group: int, arch: int, options: bool = False) -> Tile:
+    """Rows are (query token, head of the group) pairs: `block_m // group` tokens per tile. `options`: window or softcap."""
+    key = _table_key(itemsize, head_dim)
+    rows = _PREFILL[key]
+    block_m, block_n, num_warps, num_stages = rows[max((start for start in rows if start <= arch), default=min(rows))]
+    if options:
+        block_n = min(block_n, _MOST_KEYS_WITH_OPTIONS.get(key, block_n))
     return Tile(max(block_m, 1 << (group - 1).bit_length()), block_n, num_warps, num_stages)
 
 
@@ -112,7 +120,6 @@ def decode_launch(
     num_kv_heads: int,
     head_dim: int,
     max_context: int,
-    arch: int = 90,
     num_sms: int = DEFAULT_NUM_SMS,
     num_splits: int | None = None,
 ) -> DecodeLaunch:
@@ -122,7 +129,7 @@ def decode_launch(
     programs per resident place exist. Each sequence's own length is divided on the device: one long context among short
     ones is cut into as many parts as if all were long. `num_splits` overrides the choice.
     """
-    tile = decode_tile(itemsize, head_dim, num_heads // num_kv_heads, arch)
+    tile = decode_tile(itemsize, head_dim, num_heads // num_kv_heads)
     pairs = max(1, num_seqs * num_kv_heads)
     most_tiles = max(1, -(-max_context // tile.block_n))
     min_tiles = min(max(pairs // 8, 1), _MOST_MIN_TILES)

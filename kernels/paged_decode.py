@@ -243,18 +243,10 @@ def merge_constants(tile: Tile, head_dim: int, *, window: bool) -> Mapping[str, 
 
 def launch_for(q: torch.Tensor, num_kv_heads: int, max_context: int, num_splits: int | None = None) -> DecodeLaunch:
     """The launch of a decode of `q` [num_seqs, heads, head_dim] on its device; cached, cheap to ask again."""
-    facts = device_facts(q.device)
     num_seqs, num_heads, head_dim = q.shape
+    num_sms = device_facts(q.device).num_sms
     return decode_launch(
-        q.element_size(),
-        num_seqs,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        max_context,
-        facts.arch,
-        facts.num_sms,
-        num_splits,
+        q.element_size(), num_seqs, num_heads, num_kv_heads, head_dim, max_context, num_sms, num_splits
     )
 
 

@@ -263,7 +263,8 @@ def paged_prefill(
     if num_tokens == 0 or num_seqs == 0:
         return out
     if tile is None:
-        tile = prefill_tile(q.element_size(), head_dim, group, device_facts(q.device).arch)
+        arch = device_facts(q.device).arch
+        tile = prefill_tile(q.element_size(), head_dim, group, arch, options=window > 0 or softcap > 0)
     num_tiles = num_tokens // (tile.block_m // group) + num_seqs
     block_stride, layer_stride, half_stride, token_stride, head_stride, _ = blocks.stride()
     prefill_kernel[(num_tiles, num_kv_heads)](
