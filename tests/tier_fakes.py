@@ -11,10 +11,11 @@ from tieredkv.core import EngineCore
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.pins import PinRecord, PinsSeen
 from tieredkv.storage.removal import Cleared
-from tieredkv.storage.tier import BlockChange, StoreOutcome, TierUsage
+from tieredkv.storage.tier import NEVER, BlockChange, StoreOutcome, TierUsage
 from tieredkv.tier_faces import LoadResult, LookupResult, StoreResult
 from tieredkv.tiers import Tiers
 from tieredkv.transfer import Copy
+from tieredkv.types import DEFAULT_PRIORITY
 
 
 class HandCrankedCopies:
@@ -57,6 +58,7 @@ class FakeDisk:
         self.labels: dict[tuple[str, bytes], str] = {}
         self.pin_records: dict[bytes, PinRecord] = {}
         self.retained: dict[bytes, tuple[int, int]] = {}
+        self.rank = lambda block_hash: (DEFAULT_PRIORITY, NEVER)
         self.protected: frozenset[bytes] = frozenset()
         self._answers: list = []
 

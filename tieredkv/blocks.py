@@ -22,7 +22,7 @@ Invariants: free + kept + referenced + null == total; a hash names at most one b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tieredkv.errors import InvariantError
@@ -196,6 +196,11 @@ class BlockPool:
             self._kept_hashes.remove(block_hash)
             self.num_kept -= block_hash in self._by_hash
             self._move_home(block_hash)
+
+    @property
+    def priorities(self) -> Mapping[bytes, int]:
+        """What `prioritize` was told, as far as it is not ordinary."""
+        return self._priorities
 
     def prioritize(self, block_hash: bytes, priority: int) -> None:
         """Let the block with this hash, now or once it is committed, go before those of higher priorities (0 to 100). Of a

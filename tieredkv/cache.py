@@ -29,6 +29,7 @@ from tieredkv.blocks import NULL_BLOCK, BlockPool
 from tieredkv.branches import Branches
 from tieredkv.errors import InvariantError
 from tieredkv.events import EventLog
+from tieredkv.retention import Retentions
 from tieredkv.sequence import Sequence
 from tieredkv.tier_faces import BlockInfo
 from tieredkv.tiers import Tiers
@@ -83,7 +84,8 @@ class CacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.tiers = tiers if enable_prefix_caching else None
-        self.branches = branches or Branches(EventLog())
+        self.branches = branches if branches is not None else Branches(EventLog())
+        self.retentions: Retentions | None = None
         self._watch()
         self._clock = clock
         self._computing: dict[bytes, Sequence] = {}
@@ -183,6 +185,7 @@ class CacheManager:
         if self.enable_prefix_caching:
             self._introduce(sequence)
             self.branches.used(found)
+            self._retain(sequence, found)
         if self.tiers is not None:
             self._end_lookup(sequence)
             self.tiers.use(found)
@@ -204,10 +207,19 @@ class CacheManager:
     def _introduce(self, sequence: Sequence) -> None:
         """Say whose the sequence's blocks are, and what the client calls its prompt."""
         request = sequence.request
-        self.branches.own(sequence.root_hash, request.owner)
+        self.branches.own(sequence.root_hash, request.owner, request.tenant)
         num_full = sequence.num_prompt_tokens // self.block_size
         if request.prefix_name and num_full:
             self.branches.call(sequence.full_block_hashes(self.block_size)[num_full - 1], request.prefix_name)
+
+    def _retain(self, sequence: Sequence, found: Sequence_[bytes]) -> None:
+        """Renew what is wished for the blocks that were found, and note what this request wishes for its prompt."""
+        if self.retentions is not None:
+            self.retentions.used(found)
+            if sequence.request.retention:
+                num_full = sequence.num_prompt_tokens // self.block_size
+                hashes = sequence.full_block_hashes(self.block_size)[:num_full]
+                self.retentions.want(hashes, sequence.request.retention)
 
     def start_restore(self, sequence: Sequence, match: Match) -> bool:
         """Start to bring up the blocks of an admitted sequence that lie below the device; False if there are none."""

@@ -28,6 +28,7 @@ from tieredkv.events import EventLog
 from tieredkv.gate import CostGate
 from tieredkv.metrics import EngineMetrics
 from tieredkv.pins import Pins
+from tieredkv.retention import Retentions
 from tieredkv.scheduler import Scheduler
 from tieredkv.sequence import ScheduledSequence, Sequence, SequenceStatus
 from tieredkv.tier_report import report
@@ -114,6 +115,15 @@ class EngineCore:
             clock_us=wall_clock_us,
             enabled=config.cache.enable_prefix_caching,
         )
+        self.retentions = Retentions(
+            self.pool,
+            self.cache.tiers,
+            block_size=self.block_size,
+            block_nbytes=block_nbytes,
+            budget=config.tiers.retention_budget,
+            clock_us=wall_clock_us,
+        )
+        self.cache.retentions = self.retentions
         self.scheduler = Scheduler(self.cache, config.scheduler, clock)
         self._overlaps = config.scheduler.async_scheduling
         # Called while the device computes a batch; may `add` requests, but nothing else.
@@ -183,6 +193,7 @@ class EngineCore:
         parts: list[ScheduledSequence] = []
         try:
             self.pins.expire()
+            self.retentions.expire()
             for sequence in self.cache.poll():
                 self.scheduler.resume(sequence)
             parts = self.scheduler.schedule()
@@ -213,8 +224,10 @@ class EngineCore:
         if self.has_work:
             return False
         self.pins.expire()
+        self.retentions.expire()
         if self.tiers is None:
             return False
+        self.retentions.tell_disk()
         self.cache.poll()
         busy = self.tiers.work_idle() or self.pins.busy
         self._report_gauges()
@@ -261,6 +274,7 @@ class EngineCore:
         if any(len(s.block_ids) for s in self.scheduler.waiting):
             raise InvariantError("a waiting sequence owns blocks")
         self.pins.check_integrity()
+        self.retentions.check_integrity()
 
     def _compute(self, parts: list[ScheduledSequence]) -> None:
         batch = build_batch(parts, self.block_size)

@@ -21,9 +21,10 @@ from tieredkv.storage.jobs import LoadJob, LookupJob, StoreJob
 from tieredkv.storage.memory import PAGE_NBYTES
 from tieredkv.storage.record import HEADER_NBYTES
 from tieredkv.storage.session import budget_nbytes_for
-from tieredkv.storage.tier import BlockRecord, LoadOutcome, StoreOutcome, TierUsage
+from tieredkv.storage.tier import NEVER, BlockRecord, LoadOutcome, StoreOutcome, TierUsage
 from tieredkv.storage.workers import StorageWorkers
 from tieredkv.tier_faces import BlockInfo, DiskResult, LoadResult, LookupResult, StoreResult
+from tieredkv.types import DEFAULT_PRIORITY
 
 # Uses noted on disk: one write for several requests.
 _TOUCH_BATCH = 16
@@ -56,6 +57,7 @@ class ThreadedDisk:
         self._timeout_s = timeout_s
         self._clock = clock
         self._touched: list[bytes] = []
+        self.rank: Callable[[bytes], tuple[int, int]] = lambda block_hash: (DEFAULT_PRIORITY, NEVER)
         self._labels: dict[tuple[str, bytes], str] = {}
         self._write_rate = Rate()
         self._workers: StorageWorkers | None = None
@@ -115,8 +117,11 @@ class ThreadedDisk:
                 namespace=self._namespace,
                 payload=view,
                 token_ids=pack_tokens(info.token_ids),
+                priority=rank[0],
+                expires_us=rank[1],
             )
             for info, view in blocks
+            for rank in (self.rank(info.hash),)
         ]
         self._flush_labels()
         return self._workers.put(records, ()) is not None

@@ -292,7 +292,7 @@ class Pins:
     def _no_room(self, tier: Tier, budget: int, claimed: int) -> str:
         if budget:
             return f"pins may take {budget} blocks of the {tier.value} tier, others take {claimed}"
-        if tier is Tier.DISK:
+        if tier is Tier.DISK and self._budget:
             return f"the disk tier cannot be used: {(self._disk and self._disk.fault) or 'it is too small'}"
         if tier is Tier.DEVICE and self._budget:
             return "the device pool has no room beside one request of the greatest length"

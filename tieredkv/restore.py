@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from tieredkv.blocks import BlockPool
 from tieredkv.tier_faces import BlockInfo, DiskTier, HostTier, Lease, LoadResult, Reservation
 from tieredkv.transfer import Copy, CopyEngine
-from tieredkv.types import Tier
+from tieredkv.types import DEFAULT_PRIORITY, Tier
 
 # Blocks per copy to the device: the first ones are there while the last ones are still read.
 _COPY_BATCH = 16
@@ -122,6 +122,8 @@ class Restorer:
         self._loaded = loaded
         self._promoted = promoted
         self._missing = missing
+        # With which priority a block goes into the host tier.
+        self.priority: Callable[[bytes], int] = lambda block_hash: DEFAULT_PRIORITY
         self._active: list[Restore] = []
         self._loading: dict[bytes, _Loading] = {}
         self._in_flight: dict[int, tuple[Copy, float]] = {}
@@ -271,9 +273,9 @@ class Restorer:
             restore.fail(index)
             return True
         info = item.info
-        reservation = self._host.begin(info.hash, info.parent, info.depth)
+        reservation = self._begin(info)
         if reservation is None and self._make_room(restore.items[:index]):
-            reservation = self._host.begin(info.hash, info.parent, info.depth)
+            reservation = self._begin(info)
         if reservation is None:
             return False
         tag = _Loading(restore, index, reservation, self._clock())
@@ -283,6 +285,9 @@ class Restorer:
         self._loading[info.hash] = tag
         item.state = _State.LOADING
         return True
+
+    def _begin(self, info: BlockInfo) -> Reservation | None:
+        return self._host.begin(info.hash, info.parent, info.depth, priority=self.priority(info.hash))
 
     def _make_room(self, before: Sequence[_Item]) -> bool:
         """A prefix longer than the whole host tier passes through it: forget one of its blocks there that has reached the

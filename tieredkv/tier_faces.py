@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tieredkv.storage.tier import BlockChange, StoreOutcome, TierUsage
+from tieredkv.types import DEFAULT_PRIORITY
 
 if TYPE_CHECKING:
     from tieredkv.storage.disk import DiskStore
@@ -87,6 +88,8 @@ class HostTier(Protocol):
     """
 
     on_evict: Callable[[bytes], None]
+    retained_limit: int
+    """Most blocks that stay ahead of others for their priority."""
 
     @property
     def num_slots(self) -> int: ...
@@ -117,10 +120,16 @@ class HostTier(Protocol):
         """Whether a READY slot holds the block."""
         ...
 
-    def begin(self, block_hash: bytes, parent: bytes, depth: int) -> Reservation | None:
+    def begin(
+        self, block_hash: bytes, parent: bytes, depth: int, *, priority: int = DEFAULT_PRIORITY
+    ) -> Reservation | None:
         """A slot to write the block into, evicting the least useful one if need be, but not the block's parent; None if that
         cannot be had, or if the block is there or being written.
         """
+        ...
+
+    def retain(self, block_hash: bytes, priority: int, expires_us: int) -> None:
+        """Give a block that is there another priority (0 to 100, 35 is ordinary), until `expires_us`."""
         ...
 
     def lease(self, block_hash: bytes) -> Lease | None:
@@ -151,7 +160,11 @@ class HostTier(Protocol):
 
 
 class DiskTier(Protocol):
-    """The disk behind its threads. Each call returns at once."""
+    """The disk behind its threads. Each call returns at once. `rank(hash)` tells with which priority a block is stored, and until
+    when it has that.
+    """
+
+    rank: Callable[[bytes], tuple[int, int]]
 
     @property
     def accepts(self) -> bool:

@@ -109,6 +109,12 @@ class Tiers:
         if self.disk is not None:
             branches.on_label = self.disk.label
 
+    def rank_by(self, priority: Callable[[bytes], int], rank: Callable[[bytes], tuple[int, int]]) -> None:
+        """Ask these for the priority of blocks that go down, and how long it lasts."""
+        self.spiller.priority = self.restorer.priority = priority
+        if self.disk is not None:
+            self.disk.rank = rank
+
     def _promoted(self, info: BlockInfo) -> None:
         if self._branches is not None:
             self._branches.stored(Tier.HOST, info, "restored")

@@ -58,6 +58,7 @@ ROWS = {
         "disk_tier",
         "keeping",
         "pins",
+        "retention",
         "branches",
         "events",
         "prefix_tree",
