@@ -146,6 +146,9 @@ class SchedulerConfig:
         2048, "Token budget of one step; longer prompts are computed in parts.", low=1
     )
     max_queue_size: int = _setting(1024, "Requests that may wait; one more is answered with 429.", low=1)
+    async_scheduling: bool = _setting(
+        True, "Take in new requests and move blocks between the tiers while the device computes."
+    )
     single_flight_timeout: float = _setting(
         30.0,
         "Longest time in seconds that a request waits for another one computing the same prefix; 0 turns it off.",

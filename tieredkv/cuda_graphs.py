@@ -14,6 +14,7 @@ a CPU as well. Invariant: a replay computes what the same batch computes without
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ class CudaCapture:
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
         # Whatever is made on first use (kernels, workspaces) must not be made during the capture.
-        stream = torch.cuda.Stream()
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             function()

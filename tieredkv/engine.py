@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from tieredkv.build import Progress, build_core, load_runner
@@ -47,6 +47,17 @@ def fan_out(request_id: str, sampling: SamplingParams) -> list[tuple[str, Sampli
         return [(request_id, sampling)]
     seeds = [None if sampling.seed is None else (sampling.seed + i) % 2**64 for i in range(sampling.n)]
     return [(f"{request_id}-{i}", sampling.replace(n=1, seed=seed)) for i, seed in enumerate(seeds)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Submission:
+    """The command that queues a request; the only one that may run while a batch is computed."""
+
+    core: EngineCore
+    request: EngineRequest
+
+    def __call__(self) -> None:
+        self.core.add(self.request)
 
 
 def _nothing() -> None:
@@ -102,12 +113,15 @@ class Engine:
         self.metrics = core.metrics
         self._core = core
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Taken from the inbox while a batch was computed, to be run when it has ended.
+        self._held: list[Callable[[], None] | None] = []
         self._streams: dict[str, OutputStream] = {}
         self._delivered = threading.Event()
         self._draining = False
         self._dead: str | None = None
         self._is_saving = False
         core.on_wake = self.wake
+        core.meanwhile = self._take_submissions
         self._thread = threading.Thread(target=self._run, name="tieredkv-engine", daemon=True)
 
     @classmethod
@@ -155,7 +169,7 @@ class Engine:
             request = replace(request, arrival_s=time.monotonic())
         stream = OutputStream(request.request_id, asyncio.get_running_loop(), self.abort)
         self._streams[request.request_id] = stream
-        self._inbox.put(lambda: self._core.add(request))
+        self._inbox.put(_Submission(self._core, request))
         if self._dead is not None:
             # The thread died in between and may have missed this stream when it ended all others.
             self._deliver([self._last_words(request.request_id)])
@@ -247,7 +261,7 @@ class Engine:
         timeout_s = _TIER_POLL_S if core.has_work or self._is_saving else None
         while True:
             try:
-                command = self._inbox.get(block, timeout_s)
+                command = self._held.pop() if self._held else self._inbox.get(block, timeout_s)
             except queue.Empty:
                 return True
             if command is None:
@@ -255,6 +269,21 @@ class Engine:
             if block and command is _nothing:
                 time.sleep(GATHER_S)
             block = False
+            try:
+                command()
+            except TieredKVError:
+                logger.exception("a command to the engine was refused")
+
+    def _take_submissions(self) -> None:
+        """While a batch is computed: queue what was submitted, up to the first command of another kind."""
+        while not self._held:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if not isinstance(command, _Submission):
+                self._held.append(command)
+                return
             try:
                 command()
             except TieredKVError:
@@ -289,6 +318,8 @@ class Engine:
 
     def _fail_streams(self) -> None:
         """The thread has ended: answer what came too late, and end every stream with an error."""
+        for command in self._held:
+            self._inbox.put(command)
         with contextlib.suppress(queue.Empty):
             while (command := self._inbox.get_nowait()) is not None:
                 with contextlib.suppress(Exception):
