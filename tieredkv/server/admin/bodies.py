@@ -10,7 +10,16 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+)
 from pydantic import model_validator as _model_validator
 from pydantic.config import JsonDict, JsonValue
 
@@ -45,7 +54,16 @@ def _tier(value: Any) -> Any:
     return Tier(value) if isinstance(value, str) and value in Tier.__members__.values() else value
 
 
+def _upper(tier: Tier) -> Tier:
+    if tier is Tier.DISK:
+        raise ValueError("there is no tier below the disk")
+    return tier
+
+
 TierField = Annotated[Tier, BeforeValidator(_tier)]
+UpperTierField = Annotated[
+    TierField, AfterValidator(_upper), WithJsonSchema({"enum": [tier for tier in Tier if tier is not Tier.DISK]})
+]
 Ttl = Annotated[
     float,
     BeforeValidator(parse_ttl),
@@ -151,7 +169,6 @@ class WarmBody(Body):
 class SelectionBody(Body):
     """Which blocks are meant."""
 
-    tiers: list[TierField] | None = Field(None, min_length=1, max_length=8)
     tenant: str | None = Field(None, description="Only blocks of this tenant. A tenant's key always means its own.")
     prefix: str | None = Field(None, description="Only this branch and what continues it.")
 
@@ -159,9 +176,13 @@ class SelectionBody(Body):
 class ClearBody(SelectionBody):
     """`POST /admin/cache/clear`. Without `tiers` all of them are cleared."""
 
+    tiers: list[TierField] | None = Field(None, min_length=1, max_length=8)
+
 
 class DemoteBody(SelectionBody):
-    """`POST /admin/cache/demote`. Without `tiers` the device is meant."""
+    """`POST /admin/cache/demote`. Without `tiers` the device is meant; below the disk there is nothing."""
+
+    tiers: list[UpperTierField] | None = Field(None, min_length=1, max_length=8)
 
 
 class FlushBody(Body):

@@ -134,6 +134,21 @@ def _ref(kind: type | str) -> dict[str, Any]:
     return {"$ref": _REF.format(model=kind if isinstance(kind, str) else kind.__name__)}
 
 
+_EVENT = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string", "description": "Where a reader can go on from, if from here."},
+        "event": {"enum": ["snapshot", "stored", "removed", "gap", "error"]},
+        "data": {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": {"anyOf": [_ref(kind) for kind in (EventSnapshot, CacheEvent, EventGap, "Error")]},
+        },
+    },
+    "required": ["event", "data"],
+}
+
+
 def _describe(operation: Operation) -> dict[str, Any]:
     who = "For administrators." if operation.admin_only else "For administrators and, within their own, tenants."
     result: dict[str, Any] = {
@@ -191,8 +206,8 @@ def _responses(operation: Operation) -> dict[str, Any]:
     answer = operation.answer
     good: dict[str, Any] = {"description": operation.summary}
     if operation.is_stream:
-        good["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
-        good["description"] = "Events `snapshot`, `stored`, `removed` and `gap`; data is the record as JSON."
+        good["content"] = {"text/event-stream": {"schema": _EVENT}}
+        good["description"] = "Server-sent events; this is the schema of each."
     elif isinstance(answer, Many):
         many = {
             "type": "object",
@@ -204,7 +219,7 @@ def _responses(operation: Operation) -> dict[str, Any]:
         good["content"] = {"application/json": {"schema": _ref(answer)}}
     errors = {401, 403, 503, *operation.errors}
     if operation.body is not None:
-        errors |= {400, 413, 415}
+        errors |= {400, 404, 413, 415}
     result = {str(operation.status): good}
     for status in sorted(errors | operation.failures.keys()):
         failure = operation.failures.get(status)

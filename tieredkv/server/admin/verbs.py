@@ -6,8 +6,6 @@ pins or jobs passes on the scope of who asks.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from starlette.responses import Response
 
 from tieredkv.errors import RequestError
@@ -147,7 +145,7 @@ async def clear(call: Call) -> Response:
 async def demote(call: Call) -> Response:
     body = await call.read(DemoteBody)
     prefix_id = _selected(call, body)
-    tiers: Collection[Tier] = {Tier.DEVICE} if body.tiers is None else set(body.tiers)
+    tiers: set[Tier] = {Tier.DEVICE} if body.tiers is None else {*body.tiers}
     return _removal(
         await call.admin.demote(tiers=tiers, prefix_id=prefix_id, tenant=call.scope or body.tenant, scope=call.scope)
     )
