@@ -105,8 +105,10 @@ class PrefixReport:
     """A branch of the prefix tree: the blocks from where it forks off (or the root) to a leaf or to the next fork.
 
     `id` is the hash of its last block; `parent` the id of the branch that it continues. `num_tokens` counts from the root
-    to the branch's end, `num_own_tokens` those of its own blocks; `depth` blocks lie before its own ones. `blocks_by_tier`
-    counts its own blocks, one that lies in two tiers in both, and `nbytes` what they take there. `first_words` and `last_words` of the text only where the server was told to show text.
+    to the branch's end, `num_own_tokens` those of its own blocks; `depth` blocks lie before its own ones.
+    `blocks_by_tier` counts its own blocks, one that lies in two tiers in both, and `nbytes` what they take there.
+    `num_hits` counts requests that found it. `first_words` and `last_words` of the text only where the server was told to
+    show text.
     """
 
     id: str
