@@ -160,8 +160,7 @@ class HostTier(Protocol):
 
 
 class DiskTier(Protocol):
-    """The disk behind its threads. Each call returns at once. `rank(hash)` tells with which priority a block is stored, and until
-    when it has that.
+    """The disk behind its threads. Each call returns at once. `rank(hash)` tells a stored block's priority, and until when.
     """
 
     rank: Callable[[bytes], tuple[int, int]]

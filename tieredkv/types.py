@@ -22,6 +22,7 @@ LEAST_TEMPERATURE = 1e-5
 SHARED_OWNER = "shared"
 # Eviction priorities run from 0, the first to go, to 100.
 DEFAULT_PRIORITY = 35
+RETAINED_PRIORITY = 60
 MAX_PRIORITY = 100
 
 

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tieredkv.errors import RequestError
+from tieredkv.server.breakpoints import parse_breakpoints
 from tieredkv.server.generation import Piece
 from tieredkv.server.prompts import encode_messages, parse_messages
 from tieredkv.server.protocol import ChatBody
@@ -101,6 +102,7 @@ async def create_chat_completion(request: Request) -> Response:
         body.max_tokens = body.max_completion_tokens
         names["max_tokens"] = "max_completion_tokens"
     messages = parse_messages(body.messages)
+    breakpoints = parse_breakpoints(body.messages)
     engine = service.engine
     prompt = await until_disconnect(
         request.receive,
@@ -110,6 +112,7 @@ async def create_chat_completion(request: Request) -> Response:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             variables=body.chat_template_kwargs,
+            breakpoints=breakpoints,
         ),
     )
     try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tieredkv.errors import RequestError
+from tieredkv.server.breakpoints import Breakpoint, locate
 from tieredkv.tokenizer import Tokenizer
 from tieredkv.types import Retention
 
@@ -136,25 +137,34 @@ async def encode_messages(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     variables: Mapping[str, Any] | None = None,
+    breakpoints: Sequence[Breakpoint] = (),
 ) -> Prompt:
-    """Messages as the token ids that the model's chat template makes of them; `variables` are passed to the template."""
+    """Messages as the token ids that the model's chat template makes of them; `variables` are passed to the template. What is
+    to be kept up to `breakpoints` becomes the prompt's `retention`.
+    """
     if continue_final_message and messages[-1]["role"] != "assistant":
         raise RequestError(
             "'continue_final_message' needs an assistant message at the end.", param="continue_final_message"
         )
-    ids = await _off_loop(
-        sum(len(message["content"]) + _MESSAGE_CHARS for message in messages),
-        functools.partial(
-            tokenizer.apply_chat_template,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=variables,
-        ),
+    render = functools.partial(
+        tokenizer.apply_chat_template,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        variables=variables,
     )
+
+    def encode() -> tuple[list[int], tuple[Retention, ...]]:
+        ids = render(messages)
+        if not breakpoints:
+            return ids, ()
+        part = functools.partial(render, add_generation_prompt=False, continue_final_message=False)
+        return ids, locate(breakpoints, messages, ids, part)
+
+    num_chars = sum(len(message["content"]) + _MESSAGE_CHARS for message in messages)
+    ids, retention = await _off_loop(num_chars * (1 + len(breakpoints)), encode)
     if not ids:
         raise RequestError("'messages' make an empty prompt.", param="messages")
-    return Prompt(ids)
+    return Prompt(ids, retention=retention)
 
 
 def encode_beginning(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]:

@@ -21,6 +21,7 @@ OneOrMore = Annotated[
 ]
 LogitBias = Annotated[dict[str, float], BeforeValidator(lambda value: _bounded(value, MAX_LOGIT_BIAS))]
 TokenIds = Annotated[list[int], FailFast()]
+MAX_CACHE_KEY_CHARS = 256
 ModelT = TypeVar("ModelT", bound="Body")
 
 # Fields of OpenAI's and vLLM's APIs that this server cannot honour, with the values that ask for nothing.
@@ -103,7 +104,9 @@ class GenerateBody(Body):
     logit_bias: LogitBias = Field(default_factory=dict)
     skip_special_tokens: bool = True
     cache_salt: str | None = None
-    prompt_cache_key: str | None = None
+    cache_control: Any = None
+    prompt_cache_key: str | None = Field(default=None, max_length=MAX_CACHE_KEY_CHARS)
+    prompt_cache_retention: str | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     best_of: int | None = None

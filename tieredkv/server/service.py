@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
@@ -19,6 +20,7 @@ from tieredkv.errors import CapacityError, RequestError
 from tieredkv.hashing import owner_label, tenant_salt
 from tieredkv.server.admin.followers import Followers
 from tieredkv.server.body import read_json
+from tieredkv.server.breakpoints import parse_wishes
 from tieredkv.server.errors import JSONResponse
 from tieredkv.server.face import Engine
 from tieredkv.server.generation import Generation
@@ -26,7 +28,7 @@ from tieredkv.server.prompts import Prompt
 from tieredkv.server.protocol import Body, GenerateBody, parse, parse_logit_bias
 from tieredkv.server.sse import EventStream, until_disconnect
 from tieredkv.server.writer import Writer
-from tieredkv.types import SamplingParams
+from tieredkv.types import Retention, SamplingParams
 
 if TYPE_CHECKING:
     from tieredkv.admin import Admin
@@ -124,6 +126,8 @@ class Service:
         request_id = f"{prefix}-{uuid.uuid4().hex}"
         tenant = tenant_salt(api_key=request.state.api_key, cache_salt=body.cache_salt)
         owner = owner_label(request.state.api_key)
+        wishes = parse_wishes(body.cache_control, body.prompt_cache_retention)
+        prompts = [_retained(prompt, wishes) for prompt in prompts] if wishes else prompts
         generation = Generation(
             self.engine, request_id, prompts, samplings, tenant, owner=owner, prefix_name=body.prompt_cache_key
         )
@@ -142,6 +146,12 @@ class Service:
             generation.close()
             raise
         return stream
+
+
+def _retained(prompt: Prompt, wishes: Sequence[tuple[int, float]]) -> Prompt:
+    """The same with wishes, priority and seconds, for all of it."""
+    more = (Retention(len(prompt.token_ids), priority, ttl_s) for priority, ttl_s in wishes)
+    return replace(prompt, retention=(*prompt.retention, *more))
 
 
 def get_service(request: Request) -> Service:
