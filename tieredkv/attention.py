@@ -84,13 +84,12 @@ class KVBatch:
     def attend(self, layer: int, q: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
         """See `AttentionStep`."""
         halves, kv_heads = self.pool.halves, self.pool.layout.num_kv_heads
-        options: dict[str, Any] = {"window": window, "softcap": softcap} if window or softcap else {}
 
         def decode(rows: torch.Tensor) -> torch.Tensor:
-            return reference.decode_groups(rows, halves, layer, self._decodes, kv_heads, scale, **options)
+            return reference.decode_groups(rows, halves, layer, self._decodes, kv_heads, scale, window, softcap)
 
         def prefill(rows: torch.Tensor, plan: reference.PrefillPlan) -> torch.Tensor:
-            return reference.prefill_planned(rows, halves, layer, plan, kv_heads, scale, **options)
+            return reference.prefill_planned(rows, halves, layer, plan, kv_heads, scale, window, softcap)
 
         if not self._prefills:
             return decode(q)

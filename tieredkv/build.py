@@ -7,7 +7,6 @@ need them; settings are never changed.
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING
 from tieredkv.blocks import BlockPool
 from tieredkv.config import Config, format_size
 from tieredkv.core import EngineCore
+from tieredkv.cuda_runtime import CupyRuntime, cupy_problem
+from tieredkv.cuda_transfer import CudaCopyEngine
 from tieredkv.disk_tier import ThreadedDisk
 from tieredkv.errors import ConfigError, StorageError
 from tieredkv.gate import CostGate
@@ -25,21 +26,21 @@ from tieredkv.storage.autocodec import make_codec
 from tieredkv.storage.disk import DiskStore, wall_clock_us
 from tieredkv.storage.host import MIN_STAGING_SLOTS, HostArena
 from tieredkv.storage.medium import Medium
-from tieredkv.storage.memory import PAGE_NBYTES
+from tieredkv.storage.memory import PAGE_NBYTES, Allocator, PinnedMemory, PlainMemory
 from tieredkv.storage.workers import StorageWorkers
 from tieredkv.tiers import Tiers
-from tieredkv.transfer import ThreadCopyEngine
+from tieredkv.transfer import CopyEngine, ThreadCopyEngine
 
 if TYPE_CHECKING:
     from tieredkv.model_runner import ModelRunner
     from tieredkv.models import LoadedModel
 
-logger = logging.getLogger(__name__)
-
 Progress = Callable[[str, float], None]
 Wake = Callable[[], None]
 
 _CPU_HOST_MOST_NBYTES = 4 * 1024**3
+# Page-locking takes about 0.1 s a GiB at every start.
+_CUDA_HOST_MOST_NBYTES = 32 * 1024**3
 # With the host tier off, what passes between device and disk: enough for a batch each way.
 _STAGING_NBYTES = 64 * 1024**2
 
@@ -53,6 +54,7 @@ def load_runner(config: Config, progress: Progress | None = None, loaded: Loaded
     from tieredkv.model_runner import ModelRunner
     from tieredkv.models import load_model
 
+    check_device(config)
     report = progress or (lambda stage, fraction: None)
     loaded = loaded or load_model(config.model, config.cache.block_size, progress)
     report("Preparing the model", 0.92)
@@ -64,6 +66,20 @@ def load_runner(config: Config, progress: Progress | None = None, loaded: Loaded
     runner.warm_up()
     report("Ready", 1.0)
     return runner
+
+
+def check_device(config: Config) -> None:
+    """Raise `ConfigError` with what to install when the device that `config` leads to lacks something; takes no time."""
+    from tieredkv.kernel_step import ops_for
+    from tieredkv.models import choose_device
+
+    device = choose_device(config.model.device)
+    ops_for(device)
+    if device.type == "cuda" and _has_tiers(config) and (problem := cupy_problem()) is not None:
+        raise ConfigError(
+            f"the tiers below the GPU need CuPy: {problem}. Without them: --host-memory 0 --disk-path none",
+            key="device",
+        )
 
 
 def build_core(
@@ -121,31 +137,32 @@ def _tiers_maker(
 ) -> Callable[[BlockPool, CostGate, Wake], Tiers] | None:
     """What makes the tiers below the device; None where there are to be none."""
     tiers, loaded = config.tiers, runner.loaded
-    if not config.cache.enable_prefix_caching or (tiers.host_memory == 0 and tiers.disk_path is None):
-        return None
-    if loaded.device.type != "cpu":
-        logger.warning("the tiers below the device are not available on %s yet: blocks are not spilled", loaded.device)
+    if not _has_tiers(config):
         return None
     block_nbytes = loaded.layout.block_nbytes
 
     def make(pool: BlockPool, gate: CostGate, wake: Wake) -> Tiers:
         host_nbytes = tiers.host_memory
         if host_nbytes is None:
-            host_nbytes = min(free_memory_nbytes() // 4, _CPU_HOST_MOST_NBYTES)
+            most_nbytes = _CPU_HOST_MOST_NBYTES if loaded.device.type == "cpu" else _CUDA_HOST_MOST_NBYTES
+            host_nbytes = min(free_memory_nbytes() // 4, most_nbytes)
         least_nbytes = MIN_STAGING_SLOTS * (block_nbytes + PAGE_NBYTES)
         if 0 < host_nbytes < least_nbytes:
             raise ConfigError(
                 f"must be 0 or at least {format_size(least_nbytes)} for blocks of {format_size(block_nbytes)}",
                 key="host_memory",
             )
+        allocate, copies = copying_for(runner, wake)
         try:
             host = HostArena(
                 block_nbytes,
                 host_nbytes,
                 clock_us=wall_clock_us,
+                allocate=allocate,
                 staging_slots=MIN_STAGING_SLOTS if host_nbytes else max(_STAGING_NBYTES // block_nbytes, 8),
             )
         except StorageError as error:
+            copies.close()
             raise ConfigError(str(error), key="host_memory") from error
         disk = None
         if tiers.disk_path is not None:
@@ -157,7 +174,7 @@ def _tiers_maker(
             )
         return Tiers(
             pool,
-            ThreadCopyEngine(runner.pool.as_bytes(), wake),
+            copies,
             host,
             disk,
             gate,
@@ -167,6 +184,32 @@ def _tiers_maker(
         )
 
     return make
+
+
+def _has_tiers(config: Config) -> bool:
+    tiers = config.tiers
+    return config.cache.enable_prefix_caching and (tiers.host_memory != 0 or tiers.disk_path is not None)
+
+
+def copying_for(runner: ModelRunner, wake: Wake) -> tuple[Allocator, CopyEngine]:
+    """Where host slots come from and what copies between them and the pool's blocks, by the pool's device.
+
+    Raises `ConfigError` when CUDA is used and CuPy is not there.
+    """
+    pool = runner.pool
+    if pool.device.type == "cpu":
+        return PlainMemory, ThreadCopyEngine(pool.as_bytes(), wake)
+    import torch
+
+    copies = CudaCopyEngine(
+        pool.blocks.data_ptr(),
+        pool.num_blocks,
+        pool.layout.block_nbytes,
+        CupyRuntime(),
+        lambda: torch.cuda.current_stream(pool.device).cuda_stream,
+        wake,
+    )
+    return PinnedMemory, copies
 
 
 def _store_opener(

@@ -108,7 +108,8 @@ class TierConfig:
 
     host_memory: int | None = _setting(
         None,
-        "Size of the host tier, such as 8GiB; 0 turns it off. Default: a quarter of the free memory, at most 4 GiB on CPU.",
+        "Size of the host tier, such as 8GiB; 0 turns it off. Default: a quarter of the free memory, at most 4 GiB on CPU and "
+        "32 GiB beside a GPU.",
         size=True,
     )
     disk_path: str | None = _setting(

@@ -10,7 +10,7 @@ import random
 import pytest
 
 from tests.engine.truth import check, greedy, load, random_prompt, stock_tokens
-from tests.models_for_tests import ARCHITECTURES
+from tests.models_for_tests import ARCHITECTURES, WINDOWED
 from tieredkv import LLM
 from tieredkv.types import EngineRequest
 
@@ -24,7 +24,7 @@ TEXT = (
 )
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, *WINDOWED])
 def test_cold_warm_and_partly_warm(arch, folder):
     path = folder(arch)
     llm = load(path)
@@ -53,7 +53,7 @@ def test_chunked_prefill(arch, budget, folder):
 
 
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, *WINDOWED])
 def test_preemption(arch, caching, folder):
     path = folder(arch)
     llm = load(path, num_gpu_blocks_override=12, max_model_len=128, enable_prefix_caching=caching)
@@ -77,7 +77,7 @@ def run_staggered(llm: LLM, requests: list[EngineRequest], seed: int) -> dict[st
     return tokens
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, *WINDOWED])
 def test_sixteen_concurrent_mixed_requests(arch, folder):
     path = folder(arch)
     llm = load(path, num_gpu_blocks_override=60, max_num_batched_tokens=48, max_num_seqs=12, max_model_len=256)

@@ -116,10 +116,6 @@ def test_a_context_beyond_the_model_is_refused(tmp_path):
     [
         (transformers.T5Config(), "encoder-decoder"),
         (transformers.LlavaConfig(), "multimodal"),
-        (transformers.Gemma2Config(), "soft-capping"),
-        (transformers.GptOssConfig(), "mix full and sliding-window"),
-        (transformers.MistralConfig(sliding_window=100), "--max-model-len 100"),
-        (transformers.Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=2), "mix full"),
         (transformers.DeepseekV3Config(), "latent"),
         (config_of("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "'dynamic'"),
         (
@@ -167,12 +163,13 @@ def test_static_rope_is_supported(rope):
     assert support.check_config(config_of("llama", rope_parameters=rope), None) == 2048
 
 
-def test_a_context_within_the_window_is_exact(tmp_path):
+def test_a_window_as_wide_as_the_context_is_no_window(tmp_path):
     folder = build("mistral", tmp_path / "tiny", sliding_window=64)
-    with pytest.raises(UnsupportedModelError, match="--max-model-len 64"):
-        load(folder, max_model_len=65)
+    wider = load(folder, max_model_len=65)
+    assert (wider.max_model_len, wider.facts.windows) == (2048, (64, 64, 64))
     loaded = load(folder, max_model_len=64)
     assert loaded.max_model_len == 64
+    assert loaded.facts.is_plain
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     prompt = torch.arange(64)[None]
     with torch.inference_mode():
@@ -248,9 +245,7 @@ def probed(monkeypatch, **arguments):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"softcap": 30.0}, "soft-capping"),
         ({"s_aux": torch.zeros(4)}, "sinks"),
-        ({"sliding_window": 8}, "sliding window"),
         ({"position_bias": torch.zeros(1)}, "biased by position"),
         ({"is_causal": False}, "later tokens"),
         ({"attention_mask": torch.zeros(1, 1, 2, 2)}, "mask"),
@@ -269,6 +264,7 @@ def test_the_probe_leaves_the_model_as_it_was(monkeypatch):
     facts = support.probe_attention(model)
     assert (facts.num_layers, facts.num_heads, facts.num_kv_heads, facts.head_dim) == (3, 4, 2, 16)
     assert facts.scalings == (0.25,) * 3
+    assert facts.is_plain
     assert model.config._attn_implementation == before
 
 
@@ -322,6 +318,29 @@ def test_one_changed_field_changes_the_namespace_and_nothing_else_does(tmp_path)
         "activation": {"hidden_act": "gelu"},
         "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
         "scaled": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    }
+    for name, change in changes.items():
+        edited = Path(shutil.copytree(folder, tmp_path / name))
+        digests[name] = load(edit_config(edited, **change)).namespace.digest
+    assert len(set(digests.values())) == len(digests)
+
+
+def test_one_changed_field_of_attention_changes_the_namespace(tmp_path):
+    folder = build("gemma2", tmp_path / "first")
+    loaded = load(folder)
+    assert loaded.facts.windows == (20, None, 20, None)
+    assert loaded.facts.softcaps == (2.0,) * 4
+    assert loaded.facts.scalings == (24**-0.5,) * 4
+    digests = {"as is": loaded.namespace.digest}
+    kinds = ["sliding_attention", "full_attention", "full_attention", "full_attention"]
+    changes = {
+        "scaling": {"query_pre_attn_scalar": 32},
+        "softcap": {"attn_logit_softcapping": 3.0},
+        "no softcap": {"attn_logit_softcapping": None},
+        "window": {"sliding_window": 21},
+        "layers": {"layer_types": kinds},
+        "order of layers": {"layer_types": kinds[::-1]},
+        "no window": {"layer_types": ["full_attention"] * 4},
     }
     for name, change in changes.items():
         edited = Path(shutil.copytree(folder, tmp_path / name))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.truth import check, greedy, load, random_prompt
-from tests.models_for_tests import ARCHITECTURES
+from tests.models_for_tests import ARCHITECTURES, WINDOWED
 from tieredkv import LLM
 from tieredkv.storage.disk import DiskStore
 
@@ -53,7 +53,7 @@ def test_host_restored(arch, folder):
     assert llm.close()
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, *WINDOWED])
 def test_disk_restored_and_restarted(arch, folder, tmp_path):
     path = folder(arch)
     settings = {**SMALL, "host_memory": "0", "disk_path": str(tmp_path / "store"), "disk_size": "256MiB"}
