@@ -17,11 +17,13 @@ import mmap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from tieredkv import hashing
 from tieredkv.config import Config
 from tieredkv.core import EngineCore
-from tieredkv.errors import ConfigError, StorageError, TieredKVError
+from tieredkv.errors import StorageError, TieredKVError
+from tieredkv.prompt_file import complain
 from tieredkv.reports import PinReport
 from tieredkv.storage.index import record_cost
 from tieredkv.storage.record import HEADER_NBYTES
@@ -106,23 +108,30 @@ class Plan:
 
 
 def make_plan(
+    path: Path,
     prompts: Iterable[DeferredPrompt],
     *,
     namespace: bytes,
     block_size: int,
     max_model_len: int,
+    vocab_size: int,
     look_up: LookUp,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Plan:
-    """Read all prompts once. Raises `ConfigError` for one that cannot be read, or is too long to be served."""
+    """Read all prompts once, which come from the file `path`. Raises `ConfigError`, naming file and line, for one that cannot
+    be read or could never be served.
+    """
     plan = Plan(block_size)
     for number, source in enumerate(prompts, 1):
         prompt = source.load()
         num_tokens = len(prompt.token_ids)
+        if max(prompt.token_ids) >= vocab_size:
+            complain(path, source.number, f"holds a token id that is not below {vocab_size}")
         if num_tokens >= max_model_len:
-            raise ConfigError(
-                f"line {source.number}: the prompt has {num_tokens} tokens and the model's context {max_model_len}, of which "
-                "one must be left for the answer"
+            complain(
+                path,
+                source.number,
+                f"the prompt has {num_tokens} tokens; the context has {max_model_len}, one of them for the answer",
             )
         chain = _chain(prompt, namespace, block_size)
         plan.entries.append(

@@ -208,9 +208,11 @@ class _Run:
         directory = _directory(config)
         with _reading(directory) as found, self._console.status("") as status:
             plan = preload.make_plan(
+                file,
                 prompts,
                 namespace=namespace,
                 block_size=layout.block_size,
+                vocab_size=model.vocab_size,
                 max_model_len=min(model.max_model_len, config.model.max_model_len or model.max_model_len),
                 look_up=found.longest_prefix if found is not None else lambda _: 0,
                 progress=lambda done: status.update(f"Reading prompts: {done:,} of {len(prompts):,}"),
