@@ -237,3 +237,52 @@ def test_a_wanted_tier_counts_only_from_there_up(engine):
         assert (first.num_tokens_computed, second.num_tokens_computed) == (4 * BLOCK, 0)
 
     asyncio.run(main())
+
+
+def test_pins_come_first_and_stay(engine):
+    async def main():
+        warming = Warming(engine)
+        prompts = [WarmPrompt(prompt_of(3 * BLOCK, seed), name=f"p{seed}", pin=seed == 2) for seed in range(4)]
+        job = warming.start(prompts)
+        report = await finished(warming, job.id)
+        assert (report.state, report.error) == ("done", None)
+        order = [name for batch in engine.runner.batches for name, _, _ in batch]
+        assert order == sorted(order, key=lambda name: int(name.rpartition("-")[2]))
+        first = engine.runner.batches[0][0][0]
+        assert first.endswith("-0")
+        (pin,) = await asyncio.wrap_future(engine.call(lambda core: core.pins.list()))
+        assert (pin.name, pin.outcome, pin.num_missing, pin.num_blocks) == ("p2", "accepted", 0, 3)
+        # Churn through the whole pool: what is pinned stays.
+        for seed in range(100, 180):
+            await sources_of(engine, f"churn-{seed}", prompt_of(20 * BLOCK, seed))
+        assert (await sources_of(engine, "pinned", [*prompts[2].token_ids, 1])).device == 3 * BLOCK
+        assert (await sources_of(engine, "other", [*prompts[0].token_ids, 1])).device == 0
+
+    asyncio.run(main())
+
+
+def test_a_refused_pin_is_reported_and_the_prompt_computed_all_the_same(engine):
+    async def main():
+        warming = Warming(engine)
+        # No disk tier to pin it in.
+        prompt = WarmPrompt(prompt_of(3 * BLOCK), pin=True, tier=Tier.DISK)
+        report = await finished(warming, warming.start([prompt, WarmPrompt(prompt_of(BLOCK, 1))]).id)
+        assert (report.state, report.num_prompts_failed) == ("done", 1)
+        assert "the pin was refused" in report.error
+        assert (await sources_of(engine, "later", [*prompt.token_ids, 1])).device == 3 * BLOCK
+
+    asyncio.run(main())
+
+
+def test_a_time_to_live_without_a_pin_is_renewed_without_computing(engine):
+    async def main():
+        warming = Warming(engine)
+        prompt = WarmPrompt(prompt_of(4 * BLOCK), ttl_s=60.0)
+        first = await finished(warming, warming.start([prompt]).id)
+        requests = len(engine.runner.batches)
+        second = await finished(warming, warming.start([prompt]).id)
+        assert (first.num_tokens_computed, second.num_tokens_computed) == (4 * BLOCK, 0)
+        assert second.num_tokens_done == 4 * BLOCK
+        assert len(engine.runner.batches) == requests + 1
+
+    asyncio.run(main())
