@@ -7,7 +7,8 @@ as they do with the shape of the batch, change the winner only where two tokens 
 shift every border between neighbours.
 
 Invariants: a drawn token depends on the request's seed, its own logits and its output position only, never on what else
-is in the batch or on a preemption; tokens of equal logit rank by their id.
+is in the batch or on a preemption; tokens of equal logit rank by their id. On a GPU nothing waits for the device but the
+answers: one wait for a greedy batch, one more for each kind of sampling in it.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Sampler:
         params = [s.sampling for s in sequences]
 
         def column(values: Seq[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=scores.device)[:, None]
+            return _send(values, scores.device, dtype)[:, None]
 
         scores = (scores - scores.amax(-1, keepdim=True)) / column([p.temperature for p in params])
         if any(p.min_p > 0.0 for p in params):
@@ -99,8 +100,9 @@ class Sampler:
             if width == 0:
                 tokens = _draw(part.exp(), torch.arange(vocab_size, device=scores.device), own)
             else:
-                limits = torch.tensor([top_k[i] for i in members], device=scores.device)[:, None]
-                tokens = _draw_from_best(part, limits, _rows(top_p, members), own, width)
+                limits = _send([top_k[i] for i in members], scores.device, torch.int64)[:, None]
+                uncut = any(top_k[i] >= vocab_size for i in members)
+                tokens = _draw_from_best(part, limits, _rows(top_p, members), own, width, uncut)
             _assign(chosen, [rows[i] for i in members], tokens.tolist())
 
     def _seed(self, sequence: Sequence) -> int:
@@ -131,7 +133,12 @@ def _rows(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """Some rows, in order; the tensor itself when that is all of them."""
     if len(rows) == tensor.shape[0]:
         return tensor
-    return tensor.index_select(0, torch.tensor(rows, device=tensor.device))
+    return tensor.index_select(0, _send(rows, tensor.device, torch.int64))
+
+
+def _send(values: Seq[float], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Some numbers on `device`, without waiting for what it is doing."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def _argmax(scores: torch.Tensor) -> list[int]:
@@ -152,12 +159,13 @@ def _edit(scores: torch.Tensor, sequence: Sequence) -> None:
     """Bias, minimum length and penalties, in place; scores [vocab] float32. Ids outside the vocabulary are passed over."""
     params, vocab_size = sequence.sampling, scores.shape[0]
     if bias := {i: value for i, value in params.logit_bias.items() if 0 <= i < vocab_size}:
-        scores[list(bias)] += torch.tensor(list(bias.values()), device=scores.device)
+        places = _send(list(bias), scores.device, torch.int64)
+        scores[places] += _send(list(bias.values()), scores.device, torch.float32)
     if sequence.num_output_tokens < params.min_tokens:
         forbidden = [i for i in {*sequence.request.eos_token_ids, *params.stop_token_ids} if 0 <= i < vocab_size]
         # Where nothing else would be left, the wish cannot be granted.
         if len(forbidden) < vocab_size:
-            scores[forbidden] = -torch.inf
+            scores.index_fill_(0, _send(forbidden, scores.device, torch.int64), -torch.inf)
     if params.repetition_penalty != 1.0:
         seen, _ = _count(sequence.token_ids, scores)
         values = scores[seen]
@@ -172,7 +180,11 @@ def _count(token_ids: list[int], scores: torch.Tensor) -> tuple[torch.Tensor, to
     """The different tokens of a list, and how often each occurs."""
     seen, counts = np.unique(np.asarray(token_ids, dtype=np.int64), return_counts=True)
     known = seen < scores.shape[0]
-    return torch.from_numpy(seen[known]).to(scores.device), torch.from_numpy(counts[known]).to(scores.device)
+    device = scores.device
+    return (
+        torch.from_numpy(seen[known]).to(device, non_blocking=True),
+        torch.from_numpy(counts[known]).to(device, non_blocking=True),
+    )
 
 
 def _sorted_width(top_k: int, top_p: float, vocab_size: int) -> int:
@@ -200,24 +212,27 @@ def _best(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _draw_from_best(
-    scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, seeds: torch.Tensor, width: int
+    scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, seeds: torch.Tensor, width: int, uncut: bool
 ) -> torch.Tensor:
-    """Draw from the best `top_k` tokens, cut to the smallest set with a mass of `top_p`; all arguments [R, ...]."""
+    """Draw from the best `top_k` tokens, cut to the smallest set with a mass of `top_p`; all arguments [R, ...].
+
+    `uncut` says whether some row's `top_k` is the whole vocabulary.
+    """
     vocab_size = scores.shape[1]
     values, ids = _best(scores, width)
     weights = values.double().exp()
     weights = weights.masked_fill(torch.arange(width, device=scores.device) >= top_k, 0.0)
     total = weights.sum(-1, keepdim=True)
     everything = top_k >= vocab_size
-    if width < vocab_size and bool(everything.any()):
+    if width < vocab_size and uncut:
         total = torch.where(everything, scores.exp().sum(-1, keepdim=True, dtype=torch.float64), total)
     sums = weights.cumsum(-1)
     beyond = sums - weights >= top_p * total
     beyond[:, 0] = False
     tokens = ids.gather(-1, _draw(weights.masked_fill(beyond, 0.0).float(), ids, seeds)[:, None])[:, 0]
     short = (everything & (sums[:, -1:] < top_p * total))[:, 0]
-    if width < vocab_size and bool(short.any()):
-        tokens[short] = _draw_from_best(scores[short], top_k[short], top_p[short], seeds[short], vocab_size)
+    if width < vocab_size and uncut and bool(short.any()):
+        tokens[short] = _draw_from_best(scores[short], top_k[short], top_p[short], seeds[short], vocab_size, True)
     return tokens
 
 
@@ -251,7 +266,7 @@ def _logprobs(logits: torch.Tensor, sequences: Seq[Sequence], token_ids: list[in
     if not rows:
         return {}
     raw = torch.log_softmax(_rows(logits, rows).float(), dim=-1)
-    sampled = torch.tensor([[token_ids[row]] for row in rows], device=logits.device)
+    sampled = _send([token_ids[row] for row in rows], logits.device, torch.int64)[:, None]
     own = raw.gather(-1, sampled)
     ranks = (raw > own).sum(-1) + 1
     width = min(max(sequences[row].sampling.logprobs or 0 for row in rows), raw.shape[1])
