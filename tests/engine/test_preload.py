@@ -225,14 +225,14 @@ def test_a_bad_line_is_named(tmp_path, line, words, capsys, model):
 CHILD = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
-from tieredkv import preload
+from tieredkv import preloader
 from tieredkv.cli.main import main
-tell = preload.Preloader._tell
+tell = preloader.Preloader._tell
 def tell_and_die(self):
     tell(self)
     if self.progress.num_blocks_saved >= {after}:
         os.kill(os.getpid(), signal.SIGKILL)
-preload.Preloader._tell = tell_and_die
+preloader.Preloader._tell = tell_and_die
 sys.exit(main({arguments!r}))
 """
 

@@ -24,6 +24,7 @@ ROWS = {
         "event_feed",
         "warming",
         "preload",
+        "preloader",
         "prompt_file",
         "request_log",
         "prefix_file",

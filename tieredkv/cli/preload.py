@@ -29,7 +29,8 @@ from tieredkv.runtime import maybe_reexec
 
 if TYPE_CHECKING:
     from tieredkv.models import LoadedModel
-    from tieredkv.preload import Entry, Plan, Preloader, Progress
+    from tieredkv.preload import Entry, Plan
+    from tieredkv.preloader import Preloader, Progress
     from tieredkv.request_log import LogReport
 
 EXIT_INCOMPLETE = 1
@@ -117,7 +118,7 @@ def preload(**given: Any) -> int:
 
 def _load_config(given: dict[str, Any]) -> Config:
     """The settings; the size of a store that exists stays what it is unless said otherwise."""
-    from tieredkv.preload import settings_for
+    from tieredkv.preloader import settings_for
 
     defaults: dict[str, Any] = {"disk_path": str(store.default_store()), "host_memory": 0}
 
@@ -238,7 +239,7 @@ class _Run:
         import dataclasses
 
         from tieredkv.build import build_core, load_runner
-        from tieredkv.preload import Preloader
+        from tieredkv.preloader import Preloader
         from tieredkv.server.display import LoadProgress
 
         with LoadProgress(self._console) as loading:
