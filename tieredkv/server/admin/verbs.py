@@ -192,10 +192,10 @@ async def reset_prefix_cache(call: Call) -> Response:
 
 async def events(call: Call) -> Response:
     """Start from `since` or, as browsers say it, `Last-Event-ID`; without them from a snapshot."""
-    text = call.query(EventQuery).since
-    if text is None:
-        text = call.request.headers.get("last-event-id")
-    since = None if text is None else parse_since(text)
+    wanted, seen = call.query(EventQuery).since, call.request.headers.get("last-event-id")
+    # Both are looked at: what is wrong is never passed over.
+    ids = [parse_since(text) for text in (wanted, seen) if text is not None]
+    since = ids[0] if ids else None
     if call.request.method == "HEAD":
         return Response(media_type=EventStream.media_type)
     return call.service.followers.follow(call.admin.events(since=since), since[0] if since else "")
