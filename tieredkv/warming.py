@@ -23,13 +23,12 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from tieredkv import hashing
 from tieredkv.core import EngineCore
 from tieredkv.errors import CapacityError, RequestError, TieredKVError
 from tieredkv.reports import JobReport, PinReport
+from tieredkv.residency import ResidencyLook
 from tieredkv.types import (
     SHARED_OWNER,
     EngineOutput,
@@ -37,9 +36,11 @@ from tieredkv.types import (
     FinishReason,
     Retention,
     SamplingParams,
-    Tier,
     TokenSources,
 )
+from tieredkv.warm_job import DeferredPrompt, WarmJob, WarmPrompt
+
+__all__ = ["DeferredPrompt", "WarmPrompt", "Warming", "pin"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,34 +55,6 @@ RETAINED_PRIORITY = 70
 MAX_OPEN_JOBS = 64
 MAX_FINISHED_JOBS = 100
 _LOOK_EVERY_S = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class WarmPrompt:
-    """A prompt to compute. `tenant` seeds its hash chain, `owner` is who it belongs to.
-
-    With `pin` its blocks are pinned for `ttl_s` seconds (None: until unpinned) and keep at least `tier`; without, `ttl_s` is
-    how long they are retained before others. `tier` None is content with any tier.
-    """
-
-    token_ids: Sequence[int]
-    name: str | None = None
-    tenant: bytes = b""
-    owner: str = SHARED_OWNER
-    pin: bool = False
-    ttl_s: float | None = None
-    tier: Tier | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DeferredPrompt:
-    """A prompt that is made when its turn comes: `load` runs in a thread and may raise `TieredKVError`. `number` is its line in
-    the file that it comes from, 0 without one.
-    """
-
-    pin: bool
-    load: Callable[[], WarmPrompt]
-    number: int = 0
 
 
 class OutputStream(Protocol):
@@ -110,72 +83,13 @@ class _EngineGoneError(TieredKVError):
     """The engine takes no requests any more."""
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    id: str
-    kind: str
-    name: str | None
-    owner: str
-    prompts: deque[WarmPrompt | DeferredPrompt]
-    num_prompts: int
-    num_tokens: int
-    created_s: float
-    state: str = "queued"
-    num_prompts_done: int = 0
-    num_prompts_failed: int = 0
-    num_tokens_done: int = 0
-    num_tokens_computed: int = 0
-    finished_s: float | None = None
-    error: str | None = None
-    stream: OutputStream | None = field(default=None, repr=False)
-
-    @property
-    def is_open(self) -> bool:
-        return self.state in ("queued", "running")
-
-    def report(self) -> JobReport:
-        return JobReport(
-            id=self.id,
-            kind=self.kind,
-            name=self.name,
-            state=self.state,
-            num_prompts=self.num_prompts,
-            num_prompts_done=self.num_prompts_done,
-            num_tokens=self.num_tokens,
-            num_tokens_done=self.num_tokens_done,
-            num_tokens_computed=self.num_tokens_computed,
-            created_s=self.created_s,
-            finished_s=self.finished_s,
-            error=self._error_text(),
-            num_prompts_failed=self.num_prompts_failed,
-        )
-
-    def note_failure(self, error: Exception) -> None:
-        self.num_prompts_failed += 1
-        self.error = self.error or str(error)
-
-    def end(self, state: str, error: str | None = None) -> None:
-        if self.is_open:
-            self.state = state
-            self.error = error or self.error
-            self.finished_s = time.time()
-            self.prompts.clear()
-            if self.stream is not None:
-                self.stream.abort()
-
-    def _error_text(self) -> str | None:
-        if self.num_prompts_failed > 1:
-            return f"{self.num_prompts_failed} prompts failed; the first: {self.error}"
-        return self.error
-
-
 class Warming:
     """The warming jobs of one engine. Belongs to the loop on which `start` is called; `close` ends it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._jobs: dict[str, _Job] = {}
-        self._turns: deque[_Job] = deque()
+        self._jobs: dict[str, WarmJob] = {}
+        self._turns: deque[WarmJob] = deque()
         self._counter = itertools.count()
         self._worker: asyncio.Task[None] | None = None
         self._closed = False
@@ -198,7 +112,7 @@ class Warming:
             raise RequestError("there is no prompt to warm", param="prompts")
         if sum(job.is_open for job in self._jobs.values()) >= MAX_OPEN_JOBS:
             raise CapacityError(f"{MAX_OPEN_JOBS} jobs are open already; try again later")
-        job = _Job(
+        job = WarmJob(
             id=f"job-{secrets.token_hex(6)}",
             kind=kind,
             name=name,
@@ -240,7 +154,7 @@ class Warming:
             with contextlib.suppress(asyncio.CancelledError):
                 await worker
 
-    def _find(self, job_id: str, scope: str | None) -> _Job:
+    def _find(self, job_id: str, scope: str | None) -> WarmJob:
         job = self._jobs.get(job_id)
         if job is None or scope not in (None, job.owner):
             raise RequestError(f"there is no job {job_id[:64]!r}", param="id", status=404)
@@ -260,7 +174,7 @@ class Warming:
             if job.is_open:
                 self._turns.append(job)
 
-    async def _warm_next(self, job: _Job) -> None:
+    async def _warm_next(self, job: WarmJob) -> None:
         job.state = "running"
         item = job.prompts.popleft()
         try:
@@ -280,9 +194,9 @@ class Warming:
             if not job.prompts:
                 job.end("failed" if job.num_prompts_failed == job.num_prompts else "done")
 
-    async def _warm(self, job: _Job, prompt: WarmPrompt) -> None:
+    async def _warm(self, job: WarmJob, prompt: WarmPrompt) -> None:
         refusal = await self._pin(prompt) if prompt.pin else None
-        look = await self._call(lambda core: _Look(core, prompt))
+        look = await self._call(lambda core: ResidencyLook(core, prompt))
         block_size, length = look.block_size, look.block_size * len(look.hashes)
         known = block_size * await self._resident_blocks(look)
         retention: tuple[Retention, ...] = ()
@@ -306,7 +220,7 @@ class Warming:
         if refusal is not None:
             raise RequestError(refusal, param="pin")
 
-    async def _run(self, job: _Job, prompt: WarmPrompt, end: int, retention: tuple[Retention, ...]) -> TokenSources:
+    async def _run(self, job: WarmJob, prompt: WarmPrompt, end: int, retention: tuple[Retention, ...]) -> TokenSources:
         """Compute the first `end` tokens, a whole number of blocks. Behind them comes one more token, because the last token
         of a request is never taken from the cache.
         """
@@ -325,23 +239,24 @@ class Warming:
             retention=retention,
         )
         try:
-            job.stream = self._engine.submit(request)
+            stream = self._engine.submit(request)
         except CapacityError as error:
             if error.status == 503:
                 raise _EngineGoneError(str(error)) from error
             raise
+        job.on_end = stream.abort
         try:
             sources = TokenSources()
-            async for output in job.stream:
+            async for output in stream:
                 sources = output.sources
                 if output.finish_reason is FinishReason.ERROR:
                     raise TieredKVError(output.error or "the engine failed")
             return sources
         finally:
-            stream, job.stream = job.stream, None
+            job.on_end = None
             stream.abort()
 
-    async def _until_quiet(self, job: _Job, num_blocks: int) -> int:
+    async def _until_quiet(self, job: WarmJob, num_blocks: int) -> int:
         """Wait for a moment to compute without harm to others; returns how many tokens may be computed then."""
         deadline_s = time.monotonic() + PATIENCE_S
         while job.is_open and self._engine.num_unfinished:
@@ -356,7 +271,7 @@ class Warming:
         report = await self._call(lambda core: pin(core, prompt))
         return f"the pin was refused: {report.reason}" if report.outcome == "refused" else None
 
-    async def _resident_blocks(self, look: _Look) -> int:
+    async def _resident_blocks(self, look: ResidencyLook) -> int:
         """How many leading blocks lie where the prompt wants them, once the disk has answered."""
         try:
             # The engine polls the disk after every call.
@@ -383,34 +298,3 @@ def pin(core: EngineCore, prompt: WarmPrompt) -> PinReport:
         ttl_s=prompt.ttl_s,
         name=prompt.name,
     )
-
-
-class _Look:
-    """Where a prompt's full blocks lie; its methods run on the engine thread. What the disk holds is protected until `end`."""
-
-    def __init__(self, core: EngineCore, prompt: WarmPrompt) -> None:
-        self.block_size = core.block_size
-        self.hashes: list[bytes] = []
-        root = hashing.root_hash(core.namespace, prompt.tenant)
-        num_full = len(prompt.token_ids) // core.block_size
-        hashing.extend_chain(self.hashes, root, prompt.token_ids, core.block_size, num_full)
-        tiers = core.tiers
-        self._host = tiers.host if tiers is not None and prompt.tier is not Tier.DEVICE else None
-        wants_disk = prompt.tier in (None, Tier.DISK)
-        self._lookup = tiers.look_up(self.hashes) if tiers is not None and wants_disk and self.hashes else None
-
-    def num_resident(self, core: EngineCore) -> int | None:
-        """The leading blocks that lie in the wanted tier or above; None while the disk has not answered."""
-        on_disk = 0 if self._lookup is None else self._lookup.length
-        if on_disk is None:
-            return None
-        for index, block_hash in enumerate(self.hashes):
-            near = core.pool.find(block_hash) is not None or (self._host is not None and block_hash in self._host)
-            if not near and index >= on_disk:
-                return index
-        return len(self.hashes)
-
-    def end(self, core: EngineCore) -> None:
-        if self._lookup is not None and core.tiers is not None:
-            core.tiers.forget(self._lookup)
-            self._lookup = None

@@ -23,6 +23,8 @@ ROWS = {
         "removing",
         "event_feed",
         "warming",
+        "warm_job",
+        "residency",
         "preload",
         "preloader",
         "prompt_file",
