@@ -45,7 +45,7 @@ __all__ = ["DeferredPrompt", "WarmPrompt", "Warming", "pin"]
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-IDLE_PIECE_TOKENS = 2048
+IDLE_PIECE_TOKENS = 1024
 BUSY_PIECE_TOKENS = 256
 """Tokens computed at once, alone and beside requests of others."""
 PATIENCE_S = 2.0
