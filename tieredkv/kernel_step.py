@@ -22,6 +22,9 @@ from tieredkv.errors import ConfigError
 from tieredkv.pool import KVPool
 from tieredkv.staging import StepTensors
 
+# Wider heads do not fit in a multiprocessor's shared memory with the recorded tiles.
+MOST_HEAD_DIM = 256
+
 
 class KVWrite(Protocol):
     """`kernels.kv_write.kv_write`."""

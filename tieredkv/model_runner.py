@@ -30,7 +30,7 @@ from tieredkv.batch import Batch, SampledToken, build_batch
 from tieredkv.config import Config, format_size
 from tieredkv.cuda_graphs import Capture, CudaCapture, DecodeGraphs, graphs_nbytes
 from tieredkv.errors import ConfigError, UnsupportedModelError
-from tieredkv.kernel_step import KernelOps, KernelStep, ops_for
+from tieredkv.kernel_step import MOST_HEAD_DIM, KernelOps, KernelStep, ops_for
 from tieredkv.models import LoadedModel
 from tieredkv.pool import KVPool
 from tieredkv.runtime import free_memory_nbytes, num_cores
@@ -81,7 +81,7 @@ class ModelRunner:
         self, loaded: LoadedModel, config: Config, *, ops: KernelOps | None = None, capture: Capture | None = None
     ) -> None:
         """Raises `ConfigError` when the pool would not hold even one block for a sequence, or when the device's kernels are
-        not installed.
+        not installed, and `UnsupportedModelError` for a model that they do not serve.
         """
         register()
         self.loaded = loaded
@@ -90,6 +90,10 @@ class ModelRunner:
         if loaded.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(num_cores())
         ops = ops if ops is not None else ops_for(loaded.device)
+        if ops is not None and loaded.layout.head_dim > MOST_HEAD_DIM:
+            raise UnsupportedModelError(
+                f"{loaded.name}: heads of {loaded.layout.head_dim} numbers, the kernels serve up to {MOST_HEAD_DIM}"
+            )
         self._path = _HostPath() if ops is None else _KernelPath(ops, loaded.device)
         self._prepared = _prepare(loaded, self._path)
         self.forward = self._prepared.forward

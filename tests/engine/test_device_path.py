@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import random
 from array import array
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from tests.engine.test_model_runner import BLOCK_SIZE, load, run_at_random, sequences
 from tests.engine.truth import greedy, random_prompt, stock_model, stock_tokens
-from tests.models_for_tests import ARCHITECTURES, WINDOWED
+from tests.models_for_tests import ARCHITECTURES, WINDOWED, build, config_of
 from tests.naive_kernels import OPS
+from tieredkv.attention import register
 from tieredkv.batch import build_batch
-from tieredkv.build import build_core
+from tieredkv.build import build_core, load_runner
+from tieredkv.config import Config
 from tieredkv.cuda_graphs import graph_sizes, graphs_nbytes
+from tieredkv.errors import UnsupportedModelError
 from tieredkv.model_runner import ModelRunner
+from tieredkv.models import adopt_model
 from tieredkv.sequence import ScheduledSequence, Sequence
 from tieredkv.staging import UploadRing
 from tieredkv.types import EngineRequest, SamplingParams
@@ -64,6 +70,33 @@ def test_logits_equal_stock_in_any_mix_of_steps(folder, arch):
         expected = expected_logits(folder(arch), sequence.token_ids)
         for position, row in found.items():
             torch.testing.assert_close(row, expected[position], rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+def test_heads_that_the_kernels_cannot_hold_are_refused(tmp_path):
+    loaded, chosen = load(build("llama", tmp_path, head_dim=260))
+    with pytest.raises(UnsupportedModelError, match="heads of 260 numbers"):
+        ModelRunner(loaded, chosen, ops=OPS)
+
+
+def test_a_model_made_in_memory_is_served(tmp_path):
+    """As a benchmark needs it: no files, no tokenizer."""
+    register()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of("llama"), attn_implementation="tieredkv", dtype=torch.float32)
+    model.eval().requires_grad_(False)
+    loaded = adopt_model(
+        model, SimpleNamespace(eos_token_ids=[2]), "made up", tmp_path, lambda: "random", BLOCK_SIZE, max_model_len=256
+    )
+    chosen = Config.load({"device": "cpu", "num_gpu_blocks_override": 40})
+    runner = load_runner(chosen, loaded=loaded)
+    core = build_core(runner, chosen)
+    prompt = random_prompt(50, seed=1)
+    tokens = []
+    core.add(EngineRequest("r", prompt, greedy(4)))
+    while core.has_work:
+        tokens += [token for output in core.step() for token in output.new_token_ids]
+    assert len(tokens) == 4
+    assert core.close(5.0)
 
 
 # Graphs
