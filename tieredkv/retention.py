@@ -83,8 +83,9 @@ class Retentions:
         self._block_nbytes = block_nbytes
         self._budget = budget
         self._clock_us = clock_us
-        self._wishes: OrderedDict[bytes, _Wish] = OrderedDict()
-        """The one that was used longest ago first."""
+        self._wishes: dict[bytes, _Wish] = {}
+        # By priority, the blocks that were used longest ago first: the order in which wishes are forgotten.
+        self._order: dict[int, OrderedDict[bytes, None]] = {}
         self._ends: list[tuple[int, int, bytes]] = []
         self._for_disk: dict[bytes, tuple[int, int]] = {}
         self._tell_disk_us = NEVER
@@ -109,14 +110,16 @@ class Retentions:
         """A request was admitted whose prompt has these full blocks, head first."""
         now_us = self._clock_us()
         for wish in wishes:
+            if wish.priority == DEFAULT_PRIORITY:
+                continue
             num_blocks = min(wish.num_tokens // self._block_size, len(hashes))
             priority = min(max(wish.priority, 0), MAX_PRIORITY)
             # From the tail on, so that the tail counts as used longest ago.
             for depth in range(num_blocks - 1, -1, -1):
                 noted = self._wishes.setdefault(hashes[depth], _Wish(depth))
                 noted.add(priority, int(wish.ttl_s * 1e6), now_us)
-                self._wishes.move_to_end(hashes[depth])
                 self._apply(hashes[depth], noted)
+                self._order[noted.priority].move_to_end(hashes[depth])
             if num_blocks:
                 self._note_for_disk(hashes[num_blocks - 1], now_us)
         if wishes:
@@ -131,7 +134,7 @@ class Retentions:
         for block_hash in reversed(noted):
             wish = self._wishes[block_hash]
             wish.renew(now_us)
-            self._wishes.move_to_end(block_hash)
+            self._order[wish.priority].move_to_end(block_hash)
             if self._host is not None:
                 # It may have been one too many there before this use.
                 self._host.retain(block_hash, wish.priority, NEVER)
@@ -178,23 +181,36 @@ class Retentions:
                 self._ends = [(w.first_expiry_us, w.depth, h) for h, w in self._wishes.items()]
                 heapq.heapify(self._ends)
         if wish.priority != wish.highest:
+            if wish.priority != DEFAULT_PRIORITY:
+                del self._order[wish.priority][block_hash]
             wish.priority = wish.highest
+            if wish.priority != DEFAULT_PRIORITY:
+                self._order.setdefault(wish.priority, OrderedDict())[block_hash] = None
             self._pool.prioritize(block_hash, wish.priority)
             if self._host is not None:
                 self._host.retain(block_hash, wish.priority, NEVER)
 
     def _hold_to_budget(self) -> None:
-        """Forget the wishes that were used longest ago."""
+        """Forget wishes: of the lowest priority first, and among those what was used longest ago."""
         sizes = [self._pool.num_usable, self._host.num_slots if self._host is not None else 0]
         if self._disk is not None:
             sizes.append(self._disk.num_fit(self._block_nbytes, self._block_size))
-        while len(self._wishes) > int(max(sizes) * self._budget):
-            block_hash, wish = self._wishes.popitem(last=False)
+        most = int(max(sizes) * self._budget)
+        while len(self._wishes) > most:
+            block_hash = next(
+                iter(next(self._order[priority] for priority in sorted(self._order) if self._order[priority]))
+            )
+            wish = self._wishes.pop(block_hash)
             wish.entries = []
             self._apply(block_hash, wish)
 
     def check_integrity(self) -> None:
         """Compare with what the device pool was told. Raises `InvariantError`."""
         told = {h: wish.priority for h, wish in self._wishes.items() if wish.priority != DEFAULT_PRIORITY}
-        if told != self._pool.priorities or any(w.priority != w.highest for w in self._wishes.values()):
+        ordered = {h: priority for priority, hashes in self._order.items() for h in hashes}
+        if (
+            told != self._pool.priorities
+            or told != ordered
+            or any(w.priority != w.highest for w in self._wishes.values())
+        ):
             raise InvariantError("the wishes and the priorities of the device pool disagree")
