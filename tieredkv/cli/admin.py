@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from tieredkv.cli import admin_tables as tables
 from tieredkv.cli.admin_client import DEFAULT_URL, AdminClient, AdminError, segment
+from tieredkv.config import Config
 from tieredkv.types import Tier
 
 EXIT_INCOMPLETE = 1
@@ -43,7 +44,8 @@ Key = Annotated[
     typer.Option(
         "--key",
         metavar="TEXT",
-        help=f"An admin key, or a tenant's API key. Default: {KEY_VARIABLE}. On the server's own machine none is needed unless "
+        help=f"An admin key, or a tenant's API key. Default: {KEY_VARIABLE}, or the file that {KEY_VARIABLE}_FILE "
+        "names. On the server's own machine none is needed unless "
         "it has an admin key.",
     ),
 ]
@@ -306,9 +308,11 @@ def events(
 
 
 def _client(url: str, key: str | None) -> AdminClient:
-    # The server's variable may hold several keys, any of which will do.
-    known = os.environ.get(KEY_VARIABLE, "").split(",")[0].strip()
-    return AdminClient(url, known if key is None else key)
+    if key is None:
+        # As the server reads it. It may have several keys, any of which will do.
+        named = {name: os.environ[name] for name in (KEY_VARIABLE, f"{KEY_VARIABLE}_FILE") if os.environ.get(name)}
+        key = next(iter(Config.load(environ=named).admin.admin_key), None)
+    return AdminClient(url, key)
 
 
 def _show(report: Any, as_json: bool, show: Callable[[Console, Any], None]) -> int:
