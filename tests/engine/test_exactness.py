@@ -104,7 +104,7 @@ def test_block_sizes(block_size, folder):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("budget", [4, 33, 512])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, *WINDOWED])
 def test_every_precision_serves_every_shape(arch, budget, dtype, folder):
     """Not for equality, which only float32 promises: steps of any shape, also those in which nothing is sampled, run."""
     llm = load(folder(arch), dtype=dtype, max_num_batched_tokens=budget, max_num_seqs=4)
