@@ -301,8 +301,9 @@ class Engine:
                 self._delivered.clear()
                 loop.call_soon_threadsafe(self._deliver, batch)
                 # Let the loop send these tokens before the next step takes all cores: on a machine with few of them, a loop
-                # that competes with the model's threads costs each of their barriers a time slice.
-                self._delivered.wait(_DELIVERY_S)
+                # that competes with the model's threads costs each of their barriers a time slice. A GPU would idle.
+                if self.device == "cpu":
+                    self._delivered.wait(_DELIVERY_S)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         """On the loop: hand each output to its stream."""
