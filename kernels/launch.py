@@ -94,7 +94,9 @@ def prefill_tile(itemsize: int, head_dim: int, group: int, arch: int, options: b
     block_m, block_n, num_warps, num_stages = rows[max((start for start in rows if start <= arch), default=min(rows))]
     if options:
         block_n = min(block_n, _MOST_KEYS_WITH_OPTIONS.get(key, block_n))
-    return Tile(max(block_m, 1 << (group - 1).bit_length()), block_n, num_warps, num_stages)
+    # A tile holds at least one token's group; what it has more in rows it gets in warps where the compiler then spills less.
+    growth = max(1, (1 << (group - 1).bit_length()) // block_m)
+    return Tile(block_m * growth, block_n, min(num_warps * growth, 16) if arch >= 90 else num_warps, num_stages)
 
 
 @dataclass(frozen=True, slots=True)

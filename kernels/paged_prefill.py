@@ -43,6 +43,14 @@ from tieredkv.kernels.paged_tiles import (
 
 
 @triton.jit
+def tile_rows(zero, first, num_queries, TOKENS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(token of the sequence, head of the group, whether there is such a token) of each row of a tile."""
+    rows = tl.arange(0, BLOCK_M) + zero
+    tokens = first + rows // GROUP
+    return tokens, rows % GROUP, (rows < TOKENS * GROUP) & (tokens < num_queries)
+
+
+@triton.jit
 def walk_keys(
     acc,
     top,
@@ -87,7 +95,8 @@ def walk_keys(
         if HAS_SOFTCAP:
             scores = cap(scores * scale, softcap) * LOG2_E
         if MASKED:
-            seen = known[None, :] & (positions[None, :] <= query_positions[:, None])
+            # Keys past the context are after every query, but for rows without a token; those may read the zeros.
+            seen = positions[None, :] <= query_positions[:, None]
             if HAS_WINDOW:
                 seen = seen & (positions[None, :] > query_positions[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
@@ -144,6 +153,8 @@ def prefill_kernel(
 ):
     """One tile of query tokens of one sequence for one key head."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
+    # Masks take registers, and a narrow tile wastes less past the diagonal.
+    EDGE_N: tl.constexpr = BLOCK_N // 2 if BLOCK_N > 64 else BLOCK_N
     # Late tiles see the most keys: they start first, so that the device does not wait for one of them at the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -160,13 +171,11 @@ def prefill_kernel(
     if first >= num_queries:
         return
 
-    rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    tokens = first + rows // GROUP
-    heads = kv_head * GROUP + rows % GROUP
-    real = ((rows < TOKENS * GROUP) & (tokens < num_queries))[:, None] & (dims < HEAD_DIM)[None, :]
-    token_rows = (query_low + tokens).to(tl.int64)
-    q_rows = token_rows * stride_q_token + heads * stride_q_head
+    tokens, heads, real = tile_rows(0, first, num_queries, TOKENS, GROUP, BLOCK_M)
+    real = real[:, None] & (dims < HEAD_DIM)[None, :]
+    heads += kv_head * GROUP
+    q_rows = (query_low + tokens).to(tl.int64) * stride_q_token + heads * stride_q_head
     q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], real, other=0.0)
 
     context_len = tl.load(lens_ptr + seq)
@@ -189,7 +198,7 @@ def prefill_kernel(
         acc, top, total = walk_keys(
             acc, top, total, q, low, tl.minimum(whole, high), query_positions, context_len, window, scale, softcap,
             keys_ptr, table_ptr, stride_block, stride_half, stride_token,
-            HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+            HEAD_DIM, BLOCK_SIZE, EDGE_N, BLOCK_D, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
         )  # fmt: skip
     acc, top, total = walk_keys(
         acc, top, total, q, whole, diagonal, query_positions, context_len, window, scale, softcap,
@@ -199,12 +208,17 @@ def prefill_kernel(
     acc, top, total = walk_keys(
         acc, top, total, q, tl.maximum(whole, diagonal), high, query_positions, context_len, window, scale, softcap,
         keys_ptr, table_ptr, stride_block, stride_half, stride_token,
-        HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+        HEAD_DIM, BLOCK_SIZE, EDGE_N, BLOCK_D, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
     )  # fmt: skip
 
+    # The same rows again, from a zero that the compiler cannot know: else their numbers would take registers all along.
+    zero = tl.minimum(num_queries - 1, 0)
+    tokens, heads, real = tile_rows(zero, first, num_queries, TOKENS, GROUP, BLOCK_M)
+    real = real[:, None] & (dims < HEAD_DIM)[None, :]
+    heads += kv_head * GROUP
+    out_rows = (query_low + tokens).to(tl.int64) * stride_out_token + heads * stride_out_head
     # Rows without a token of their own may have seen nothing.
     out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    out_rows = token_rows * stride_out_token + heads * stride_out_head
     tl.store(out_ptr + out_rows[:, None] + dims[None, :], out.to(out_ptr.dtype.element_ty), real)
 
 

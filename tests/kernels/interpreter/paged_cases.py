@@ -13,7 +13,7 @@ LAYER = 1
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
-GROUPS = (1, 3, 4, 7, 9)
+GROUPS = (1, 3, 4, 7)
 # (window, softcap); windows shorter than a block, than a tile, and longer than some contexts.
 OPTIONS = ((0, 0.0), (5, 0.0), (0, 1.5), (40, 2.5))
 # As a share of the largest value of the output: a rounding of the type in the products' weights and in the result.

@@ -64,7 +64,7 @@ def test_decode_of_each_type_with_each_option(dtype, head_dim, group, option):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("group", [8, 17, 32, 64])
+@pytest.mark.parametrize("group", [8, 9, 17, 32, 64])
 def test_groups_wider_than_a_tile_of_sixteen_rows(group):
     check("fp16", 64, 16, group, 3, [45, 130], kv_heads=1)
 

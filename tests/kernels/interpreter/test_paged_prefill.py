@@ -60,7 +60,7 @@ def test_tiles_much_smaller_than_the_prompt(option):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("group", [8, 17, 32, 64])
+@pytest.mark.parametrize("group", [8, 9, 17, 32, 64])
 def test_wide_groups(group):
     check("fp16", 64, 16, group, 3, [(9, 70), (3, 3)])
 
