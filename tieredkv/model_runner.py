@@ -36,7 +36,7 @@ from tieredkv.pool import KVPool
 from tieredkv.runtime import free_memory_nbytes, num_cores
 from tieredkv.sampler import Sampler
 from tieredkv.sequence import ScheduledSequence, Sequence
-from tieredkv.staging import StepTensors, UploadRing
+from tieredkv.staging import StepTensors, UploadRing, events_of
 from tieredkv.types import EngineRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -101,6 +101,7 @@ class ModelRunner:
         self.pool = KVPool(loaded.layout, self.num_blocks, loaded.device, loaded.dtype)
         self._graphs = self._make_graphs(config, capture)
         self._sampler = Sampler(config.model.seed)
+        self._end = events_of(loaded.device)()
 
     def execute(self, batch: Batch) -> list[SampledToken]:
         """Compute the batch's tokens into the pool and sample where a sequence reaches its end."""
@@ -111,7 +112,9 @@ class ModelRunner:
         """Start computing the batch. On CUDA this returns while the device works; one step may be running at a time."""
         logits = self.logits(batch)
         if not batch.sampled:
-            return Running(list)
+            # Nothing to fetch, but the step's time is measured, so its end is awaited all the same.
+            self._end.record()
+            return Running(self._nothing_sampled)
         return Running(self._sampler.start(logits, [part.sequence for part in batch.sampled]))
 
     @torch.inference_mode()
@@ -137,6 +140,10 @@ class ModelRunner:
                 # Some models decide on the host what to run, as mixtures of experts do.
                 logger.warning("%s cannot be captured, decodes run eagerly: %s", self.loaded.name, error)
                 self._graphs = None
+
+    def _nothing_sampled(self) -> list[SampledToken]:
+        self._end.synchronize()
+        return []
 
     def _make_graphs(self, config: Config, capture: Capture | None) -> DecodeGraphs | None:
         """The graphs of this pool and model, not captured yet; None where decodes run eagerly."""
