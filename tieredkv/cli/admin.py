@@ -296,7 +296,7 @@ def events(
     as_json: AsJson = False,
 ) -> int:
     """Follow what the tiers gain and lose."""
-    console = Console()
+    console = tables.make_console()
     for index, event in enumerate(_client(url, key).events(since), 1):
         if as_json:
             print(json.dumps({"id": event.id, "event": event.name, "data": event.data}), flush=True)
@@ -320,7 +320,7 @@ def _show(report: Any, as_json: bool, show: Callable[[Console, Any], None]) -> i
         print(json.dumps(report, indent=2))
         return 0
     try:
-        show(Console(), report)
+        show(tables.make_console(), report)
     except (KeyError, TypeError, AttributeError) as error:
         raise AdminError(f"the server's answer is not understood ({error!r}); is it another version?") from None
     return 0

@@ -1,6 +1,7 @@
 """The reports of the admin API for people: tables on a terminal, from the JSON that the server sent.
 
-Knows rich and the reports' field names, and no HTTP. Invariant: no control character of what the server sent, names and
+Knows rich and the reports' field names, and no HTTP. Lines are as long as what they say, also on a narrow terminal: an id
+that is broken in two cannot be copied. Invariant: no control character of what the server sent, names and
 words of prompts among it, reaches the terminal.
 """
 
@@ -19,6 +20,12 @@ from tieredkv.config import format_size
 Report = Mapping[str, Any]
 _NOTHING = "-"
 _SHORT_HASH = 16
+_WIDTH = 1000
+
+
+def make_console() -> Console:
+    """Where the tables go: wide enough that none is squeezed."""
+    return Console(width=_WIDTH, soft_wrap=True)
 
 
 def show_cache(console: Console, report: Report) -> None:

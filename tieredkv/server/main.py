@@ -27,6 +27,7 @@ from starlette.types import ASGIApp
 from tieredkv.admin import Admin
 from tieredkv.config import Config
 from tieredkv.errors import ConfigError
+from tieredkv.server.admin.access import Access
 from tieredkv.server.app import build_admin_app, build_app
 from tieredkv.server.connection import BoundedProtocol
 from tieredkv.server.display import LoadProgress, print_summary
@@ -72,6 +73,8 @@ def serve(config: Config) -> int:
     # Libraries are heard when something is wrong; `log_level` is about this program.
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("tieredkv").setLevel(level)
+    # Refuses keys that contradict each other, before anything slow.
+    Access(config.admin.admin_key, config.server.api_key)
     warm_file = None if config.admin.warm is None else Path(config.admin.warm)
     with contextlib.ExitStack() as sockets:
         sock = sockets.enter_context(contextlib.closing(bind(config.server.host, config.server.port)))
