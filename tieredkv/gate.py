@@ -9,6 +9,7 @@ restore is how it learns. Knows no blocks, no queues.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tieredkv.types import Tier
@@ -35,6 +36,33 @@ class Rate:
     def seconds_for(self, units: float) -> float:
         """Predicted time for `units`; 0 while nothing has been measured."""
         return 0.0 if self.per_s is None else units / self.per_s
+
+
+class Arrivals:
+    """What a tier has brought since it was asked last, and in how much time.
+
+    Loads are started together and served one after another: to count each one's wait from its own start would count the
+    same seconds once for every load that was queued. A tier is at work from when it got the first of these loads, or had
+    brought the ones before, until now.
+    """
+
+    def __init__(self) -> None:
+        self._num_blocks = 0
+        self._since_s = math.inf
+        self._last_s = -math.inf
+
+    def add(self, num_blocks: int, started_s: float) -> None:
+        """Blocks have arrived whose load was started at `started_s`."""
+        self._num_blocks += num_blocks
+        self._since_s = min(self._since_s, max(started_s, self._last_s))
+
+    def take(self, now_s: float) -> tuple[int, float]:
+        """(blocks, seconds) since the last call; (0, 0.0) if nothing has arrived."""
+        if not self._num_blocks:
+            return 0, 0.0
+        taken = self._num_blocks, now_s - self._since_s
+        self._num_blocks, self._since_s, self._last_s = 0, math.inf, now_s
+        return taken
 
 
 class CostGate:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tieredkv.blocks import BlockPool
+from tieredkv.gate import Arrivals
 from tieredkv.tier_faces import BlockInfo, DiskTier, HostTier, Lease, LoadResult, Reservation
 from tieredkv.transfer import Copy, CopyEngine
 from tieredkv.types import DEFAULT_PRIORITY, Tier
@@ -120,6 +121,7 @@ class Restorer:
         self._disk = disk
         self._clock = clock
         self._loaded = loaded
+        self._arrivals = {Tier.HOST: Arrivals(), Tier.DISK: Arrivals()}
         self._promoted = promoted
         self._missing = missing
         # With which priority a block goes into the host tier.
@@ -187,6 +189,8 @@ class Restorer:
     def poll(self) -> list[Restore]:
         """Restores that have finished since the last call; their `num_usable` is final."""
         now_s = self._clock()
+        for tier, arrivals in self._arrivals.items():
+            self._loaded(tier, *arrivals.take(now_s))
         finished = []
         for restore in self._active:
             if now_s >= restore.deadline_s:
@@ -214,7 +218,7 @@ class Restorer:
                 if wanted:
                     restore.fail(index)
                 continue
-            self._loaded(Tier.DISK, 1, self._clock() - tag.started_s)
+            self._arrivals[Tier.DISK].add(1, tag.started_s)
             lease = tag.reservation.commit()
             self._promoted(restore.items[index].info)
             if wanted and index < restore.limit:
@@ -239,7 +243,7 @@ class Restorer:
                 self.num_failed += 1
         _, started_s = self._in_flight.pop(id(copy))
         if copy.error is None:
-            self._loaded(Tier.HOST, len(tag.indices), self._clock() - started_s)
+            self._arrivals[Tier.HOST].add(len(tag.indices), started_s)
 
     def _advance(self, restore: Restore) -> None:
         """Start whatever can be started: copies of host blocks, reads of disk blocks while slots are to be had."""

@@ -11,7 +11,8 @@ import pytest
 from tests.fakes import Collector, FakeRunner, FakeRunning, expected_tokens, make_core, request
 from tests.tier_fakes import FakeDisk, TieredCore
 from tests.unit.test_engine import collect, make_engine
-from tieredkv.types import FinishReason
+from tieredkv.gate import Arrivals, CostGate
+from tieredkv.types import FinishReason, Tier
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -163,3 +164,20 @@ def test_a_thread_that_dies_answers_what_it_held():
     assert reasons == [FinishReason.ERROR]
     assert len(held) == 1
     assert futures[0].result(timeout=30) == 42
+
+
+def test_loads_that_queue_behind_each_other_are_not_counted_as_slow():
+    """A hundred copies of 16 blocks, launched at once, one done every millisecond: 16 blocks a millisecond, not 0.3."""
+    gate, arrivals = CostGate("auto", 16, 1000), Arrivals()
+    for i in range(100):
+        arrivals.add(16, started_s=5.0)
+        gate.measure_load(Tier.HOST, *arrivals.take(5.0 + (i + 1) / 1000))
+    assert gate.load_seconds(Tier.HOST, 16) == pytest.approx(0.001)
+    # Nothing arrived: nothing is measured. Two that are noticed together share their time.
+    assert arrivals.take(9.0) == (0, 0.0)
+    arrivals.add(1, started_s=10.0)
+    arrivals.add(3, started_s=10.5)
+    assert arrivals.take(12.0) == (4, 2.0)
+    # A tier that idled in between starts anew.
+    arrivals.add(1, started_s=20.0)
+    assert arrivals.take(21.0) == (1, 1.0)
