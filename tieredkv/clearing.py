@@ -42,7 +42,14 @@ def bar(core: EngineCore, hashes: Sequence[bytes], tiers: Collection[Tier]) -> S
     """Keep chosen blocks, unless they are pinned, from being copied into tiers that are being cleared."""
     if core.tiers is not None and (Tier.HOST in tiers or Tier.DISK in tiers):
         free = [h for h in hashes if not (_is_kept(core, h, Tier.DEVICE) or _is_kept(core, h, Tier.HOST))]
-        core.tiers.spiller.bar(free, from_disk=Tier.DISK in tiers)
+        core.tiers.spiller.bar(free)
+    return Slice()
+
+
+def forget_saved(core: EngineCore, hashes: Sequence[bytes]) -> Slice:
+    """The disk has been cleared of these blocks, the pinned ones excepted."""
+    if core.tiers is not None:
+        core.tiers.spiller.removed_from_disk(hashes)
     return Slice()
 
 

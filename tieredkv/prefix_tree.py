@@ -22,7 +22,7 @@ from tieredkv.reports import BlockReport, PrefixReport
 from tieredkv.storage.index import Row
 from tieredkv.storage.listing import StoreListing
 from tieredkv.storage.tier import NEVER
-from tieredkv.tier_faces import BlockInfo
+from tieredkv.tier_faces import LOADING, BlockInfo
 from tieredkv.types import Tier
 
 MAX_READS = 50_000
@@ -273,6 +273,10 @@ class PrefixTree:
     def is_stored(self, block_hash: bytes) -> bool:
         """Whether the block is on disk."""
         return self._listing is not None and block_hash in self._listing
+
+    def is_loading(self, block_hash: bytes) -> bool:
+        """Whether the block is being read from disk."""
+        return self._view.in_flight.get(block_hash, {}).get(Tier.HOST) == LOADING
 
     def near(self, roots: Collection[bytes] | None, below: bytes | None) -> list[bytes]:
         """Blocks on the device, in the host tier or on their way there, children before parents: all; those of some `roots`;

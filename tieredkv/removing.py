@@ -56,13 +56,14 @@ class Selection:
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """`roots` and `below` choose, None as far as they do not; `near` are chosen blocks on the device or in the host tier, or on
-    their way there, children before parents.
+    their way there, children before parents; of them the disk holds those that are `stored`, and reads some if `is_loading`.
     """
 
     roots: frozenset[bytes] | None
     below: bytes | None
     near: list[bytes]
     stored: frozenset[bytes]
+    is_loading: bool
 
 
 def choose(tree: PrefixTree, selection: Selection) -> Chosen | None:
@@ -80,7 +81,8 @@ def choose(tree: PrefixTree, selection: Selection) -> Chosen | None:
 
 def _chosen(tree: PrefixTree, roots: frozenset[bytes] | None, below: bytes | None) -> Chosen:
     near = tree.near(roots, below)
-    return Chosen(roots, below, near, frozenset(h for h in near if tree.is_stored(h)))
+    stored = frozenset(h for h in near if tree.is_stored(h))
+    return Chosen(roots, below, near, stored, any(map(tree.is_loading, near)))
 
 
 def _on_core(core: EngineCore, *, work: Callable[[EngineCore, Sequence[bytes]], Slice], part: Sequence[bytes]) -> Slice:
@@ -122,7 +124,11 @@ class Removal:
         reports: dict[Tier, TierRemoval] = {}
         if Tier.DISK in tiers:
             reports[Tier.DISK] = await self._clear_disk(chosen)
-            chosen = await self._again(chosen)
+            chosen = await self._read_out(chosen)
+            # Also what was read from the disk, or computed, since the first time.
+            gone = [h for h in chosen.near if h not in chosen.stored]
+            await self._sliced(gone, partial(clearing.bar, tiers=tiers))
+            await self._sliced(gone, clearing.forget_saved)
         near = [tier for tier in (Tier.DEVICE, Tier.HOST) if tier in tiers]
         if near:
             reports.update(await self._clear_near(near, chosen))
@@ -142,6 +148,13 @@ class Removal:
         if done is None:
             return TierRemoval(Tier.DISK, 0)
         return TierRemoval(Tier.DISK, done.num_removed, done.num_failed, done.num_kept, done.error)
+
+    async def _read_out(self, chosen: Chosen) -> Chosen:
+        """Wait for the reads that had begun before the disk was cleared; what of the choice is there then."""
+        deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
+        while (chosen := await self._again(chosen)).is_loading and time.monotonic() < deadline_s:
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        return chosen
 
     async def _clear_near(self, tiers: Collection[Tier], chosen: Chosen) -> dict[Tier, TierRemoval]:
         removed = dict.fromkeys(Tier, 0)

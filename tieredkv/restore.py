@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from tieredkv.blocks import BlockPool
 from tieredkv.gate import Arrivals
-from tieredkv.tier_faces import BlockInfo, DiskTier, HostTier, Lease, LoadResult, Reservation
+from tieredkv.tier_faces import COPYING, LOADING, BlockInfo, DiskTier, HostTier, Lease, LoadResult, Reservation
 from tieredkv.transfer import Copy, CopyEngine
 from tieredkv.types import DEFAULT_PRIORITY, Tier
 
@@ -153,11 +153,11 @@ class Restorer:
 
     def states(self) -> Iterator[tuple[bytes, Tier, str]]:
         """Blocks on their way into a tier."""
-        yield from ((block_hash, Tier.HOST, "loading") for block_hash in self._loading)
+        yield from ((block_hash, Tier.HOST, LOADING) for block_hash in self._loading)
         for restore in self._active:
             for item in restore.items:
                 if item.state in (_State.WAITING, _State.LOADING, _State.COPYING):
-                    yield item.info.hash, Tier.DEVICE, "copying" if item.state is _State.COPYING else "loading"
+                    yield item.info.hash, Tier.DEVICE, COPYING if item.state is _State.COPYING else LOADING
 
     def blocks_in_flight(self) -> list[int]:
         return [block_id for copy, _ in self._in_flight.values() for block_id in copy.block_ids]

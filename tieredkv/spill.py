@@ -22,7 +22,7 @@ from tieredkv.blocks import BlockPool, Hold
 from tieredkv.gate import Rate
 from tieredkv.keeping import Keeper
 from tieredkv.storage.tier import StoreOutcome
-from tieredkv.tier_faces import BlockInfo, DiskTier, HostTier, Lease, Reservation, StoreResult
+from tieredkv.tier_faces import COPYING, WRITING, BlockInfo, DiskTier, HostTier, Lease, Reservation, StoreResult
 from tieredkv.transfer import Copy, CopyEngine
 from tieredkv.types import DEFAULT_PRIORITY, Tier
 
@@ -288,12 +288,8 @@ class Spiller:
 
     def states(self) -> Iterator[tuple[bytes, Tier, str]]:
         """Blocks on their way into a tier."""
-        yield from ((block_hash, Tier.HOST, "copying") for block_hash in self._copying)
-        yield from ((block_hash, Tier.DISK, "writing") for block_hash in self._storing)
-
-    def is_saved(self, block_hash: bytes) -> bool:
-        """Whether the disk holds a known block, as far as is known."""
-        return block_hash in self._on_disk
+        yield from ((block_hash, Tier.HOST, COPYING) for block_hash in self._copying)
+        yield from ((block_hash, Tier.DISK, WRITING) for block_hash in self._storing)
 
     def spill(self, hashes: Iterable[bytes]) -> int:
         """Start to copy those of these blocks to the host tier that lie nowhere but on the device, whether or not it is their
@@ -315,21 +311,28 @@ class Spiller:
         else:
             self._to_disk.pop(block_hash, None)
             self._sort_in(block_hash)
+        self._keeper.moved(block_hash)
 
     def removed_from_device(self, block_hash: bytes) -> None:
         """A block was removed from the device on purpose."""
         if block_hash not in self._host:
             self._forget(block_hash)
+        self._keeper.moved(block_hash)
 
-    def bar(self, hashes: Iterable[bytes], *, from_disk: bool) -> None:
-        """These blocks were removed from a lower tier on purpose, from the disk as well if `from_disk`: what still lies
-        above is not copied down again before somebody uses it.
+    def removed_from_disk(self, hashes: Iterable[bytes]) -> None:
+        """Blocks were removed from the disk on purpose, behind all writes that had been queued by then."""
+        for block_hash in hashes:
+            self._on_disk.discard(block_hash)
+            if block_hash in self._info:
+                self._sort_in(block_hash)
+
+    def bar(self, hashes: Iterable[bytes]) -> None:
+        """These blocks are being removed from a lower tier on purpose: what still lies above is not copied down again before
+        somebody uses it.
         """
         for block_hash in hashes:
             if block_hash in self._info:
                 self._barred.add(block_hash)
-                if from_disk:
-                    self._on_disk.discard(block_hash)
                 self._dirty.pop(block_hash, None)
                 self._to_disk.pop(block_hash, None)
                 self._unqueue(block_hash)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+COPYING, LOADING, WRITING = "copying", "loading", "writing"
+"""What happens to a block on its way into a tier: copied between device and host, read from disk, written to it."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockInfo:
@@ -160,8 +163,7 @@ class HostTier(Protocol):
 
 
 class DiskTier(Protocol):
-    """The disk behind its threads. Each call returns at once. `rank(hash)` tells a stored block's priority, and until when.
-    """
+    """The disk behind its threads. Each call returns at once. `rank(hash)` tells a stored block's priority, and until when."""
 
     rank: Callable[[bytes], tuple[int, int]]
 
