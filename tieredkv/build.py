@@ -41,6 +41,8 @@ Wake = Callable[[], None]
 _CPU_HOST_MOST_NBYTES = 4 * 1024**3
 # Page-locking takes about 0.1 s a GiB at every start.
 _CUDA_HOST_MOST_NBYTES = 32 * 1024**3
+# What one step may start to spill there: a step of 8,192 tokens makes about as much, and DMA moves it in 20 ms.
+_CUDA_SPILL_NBYTES = 1024**3
 # With the host tier off, what passes between device and disk: enough for a batch each way.
 _STAGING_NBYTES = 64 * 1024**2
 
@@ -172,7 +174,7 @@ def _tiers_maker(
                 tiers.restore_timeout,
                 clock,
             )
-        return Tiers(
+        made = Tiers(
             pool,
             copies,
             host,
@@ -182,6 +184,9 @@ def _tiers_maker(
             timeout_s=tiers.restore_timeout,
             block_nbytes=block_nbytes,
         )
+        if loaded.device.type == "cuda":
+            made.spiller.blocks_per_step = max(made.spiller.blocks_per_step, _CUDA_SPILL_NBYTES // block_nbytes)
+        return made
 
     return make
 

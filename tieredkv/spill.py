@@ -92,6 +92,8 @@ class Spiller:
         self._paused_until_s = 0.0
         self._pause_s = _FIRST_PAUSE_S
         self.counts = SpillCounts()
+        # Most of the coldest blocks that one step starts to copy. More where copies cost the computation nothing.
+        self.blocks_per_step = _BATCH
         # How fast blocks go down: bytes per second of a copy.
         self.copy_rate = Rate()
         # With which priority a block goes into the host tier.
@@ -155,7 +157,7 @@ class Spiller:
         room = self._watermark - (self._pool.num_free - self._pool.num_findable_free)
         chosen: dict[bytes, int] = {}
         for block_id in self._pool.coldest():
-            if room <= 0 or len(chosen) >= _BATCH:
+            if room <= 0 or len(chosen) >= self.blocks_per_step:
                 break
             room -= 1
             block_hash = self._pool.hash_of(block_id)
