@@ -168,7 +168,8 @@ def prefill_kernel(
     query_low = tl.load(starts_ptr + seq)
     num_queries = tl.load(starts_ptr + seq + 1) - query_low
     first = (tile - query_low // TOKENS - seq) * TOKENS
-    if first >= num_queries:
+    # Surplus tiles: past a sequence's last token, or before the first sequence when its rows begin later.
+    if first >= num_queries or first < 0:
         return
 
     dims = tl.arange(0, BLOCK_D)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -87,16 +89,19 @@ def test_a_chunked_prompt_is_the_whole_prompt():
         torch.testing.assert_close(part, whole[low:high], rtol=1e-5, atol=1e-5)
 
 
-def test_the_prefills_of_a_mixed_batch_leave_other_rows_alone():
+@pytest.mark.parametrize("num_before", [3, 40])
+def test_the_prefills_of_a_mixed_batch_leave_other_rows_alone(num_before):
     news, lens = [6, 20], [30, 20]
     case = make_case(lens, 16, 2, 64, torch.float32)
-    q = queries(3 + 26 + 4, 4, 64, torch.float32)
+    q = queries(num_before + 26 + 4, 4, 64, torch.float32)
+    starts = starts_of(news, first=num_before)
     out = torch.full_like(q, 7.0)
-    paged_prefill(q, case.blocks, LAYER, case.tables, case.lens, starts_of(news, first=3), 0.2, out=out)
-    assert (out[:3] == 7.0).all()
-    assert (out[29:] == 7.0).all()
-    assert_close(out[3:9], attention(q[3:9], case.keys[0], case.values[0], 0.2))
-    assert_close(out[9:29], attention(q[9:29], case.keys[1], case.values[1], 0.2))
+    tile = Tile(16, 16, 4, 2)
+    paged_prefill(q, case.blocks, LAYER, case.tables, case.lens, starts, 0.2, out=out, tile=tile)
+    assert (out[:num_before] == 7.0).all()
+    assert (out[num_before + 26 :] == 7.0).all()
+    for s, (low, high) in enumerate(itertools.pairwise(starts.tolist())):
+        assert_close(out[low:high], attention(q[low:high], case.keys[s], case.values[s], 0.2))
 
 
 def test_strides_of_queries_are_followed():
