@@ -26,7 +26,7 @@ from tieredkv.errors import InvariantError
 from tieredkv.storage.medium import Medium
 from tieredkv.storage.opening import Txn
 from tieredkv.storage.pins import PinRecord
-from tieredkv.storage.tier import NEVER, BlockChange
+from tieredkv.storage.tier import EVICTED, NEVER, SPILLED, BlockChange
 from tieredkv.types import DEFAULT_PRIORITY
 
 STATE_KEY = b"state"
@@ -207,9 +207,9 @@ class Index:
         if not self.num_pins(block_hash):
             self._add_to_recency(block_hash, row)
         self.state.add(row, +1)
-        self.changes.append(BlockChange(block_hash, True, "spilled", row.parent, len(row.token_ids) // 4))
+        self.changes.append(BlockChange(block_hash, True, SPILLED, row.parent, len(row.token_ids) // 4))
 
-    def remove(self, block_hash: bytes, reason: str = "evicted") -> None:
+    def remove(self, block_hash: bytes, reason: str = EVICTED) -> None:
         """Take a leaf away, pinned or not; if it comes back it is pinned again. A parent that becomes a leaf inherits the last
         use.
         """

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tieredkv.errors import StorageError
 from tieredkv.storage.index import Index, Row
 from tieredkv.storage.session import CONTRADICTIONS, StoreSession
+from tieredkv.storage.tier import CLEARED, CORRUPT
 
 REMOVALS_PER_TXN = 256
 NUM_TRIES = 3
@@ -36,7 +37,7 @@ class BlockRemover:
     def __init__(self, session: StoreSession) -> None:
         self._session = session
 
-    def remove(self, hashes: Collection[bytes], reason: str = "cleared") -> tuple[int, bool]:
+    def remove(self, hashes: Collection[bytes], reason: str = CLEARED) -> tuple[int, bool]:
         """Delete blocks with all behind them, pinned or not; returns how many went, and whether all of `hashes` are gone."""
         num_removed = 0
         try:
@@ -55,7 +56,7 @@ class BlockRemover:
     def drop_condemned(self) -> None:
         """Delete the records that failed their checks; those that cannot be deleted now stay condemned."""
         condemned = set(self._session.condemned)
-        if condemned and not self._session.env.readonly and self.remove(condemned, "corrupt")[1]:
+        if condemned and not self._session.env.readonly and self.remove(condemned, CORRUPT)[1]:
             self._session.condemned -= condemned
 
     def clear(
@@ -67,7 +68,7 @@ class BlockRemover:
         try:
             for _ in range(NUM_TRIES):
                 chosen = self._choose(namespace, roots, below)
-                num_removed += self._remove_leaves(chosen, "cleared", spare_pinned=True)
+                num_removed += self._remove_leaves(chosen, CLEARED, spare_pinned=True)
                 with self._session.env.reading() as txn:
                     index = Index(txn, self._session.medium)
                     left = [h for h in chosen if index.row(h) is not None]

@@ -60,6 +60,10 @@ class BlockRecord:
     expires_us: int = NEVER
 
 
+SPILLED, EVICTED, CLEARED, CORRUPT = "spilled", "evicted", "cleared", "corrupt"
+"""Why a block came or went."""
+
+
 @dataclass(frozen=True, slots=True)
 class BlockChange:
     """One block that came into the disk tier (`stored`) or left it; `reason` is one of spilled, evicted, cleared and corrupt.

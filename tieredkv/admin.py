@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
@@ -412,12 +412,11 @@ class Admin:
                     findings.append(Finding(Tier.DISK, text, repaired=False))
             return VerifyReport(ok=not findings, num_checked=num_checked, findings=findings)
 
-    async def events(
+    def events(
         self, *, since: tuple[str, int] | None = None
-    ) -> AsyncIterator[CacheEvent | EventSnapshot | EventGap]:
-        """Changes of the tiers from (epoch, sequence) `since` on, or from a snapshot. Never ends by itself."""
-        async for event in follow(self._call, self._on_disk, since):
-            yield event
+    ) -> AsyncGenerator[CacheEvent | EventSnapshot | EventGap, None]:
+        """Changes of the tiers from (epoch, sequence) `since` on, or from a snapshot. Endless: close it when done."""
+        return follow(self._call, self._on_disk, since)
 
 
 def _parse_hash(text: str, param: str, *, status: int = 404) -> bytes:

@@ -82,6 +82,7 @@ def demote(core: EngineCore, hashes: Sequence[bytes], tier: Tier, stored: Collec
         else:
             missing.append(block_hash)
     if tiers is not None and missing:
+        tiers.spiller.removed_from_disk(missing)
         tiers.spiller.used(missing)
         if tier is Tier.DEVICE:
             tiers.spiller.spill(missing)

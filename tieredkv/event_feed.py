@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -37,7 +37,7 @@ class AskDisk(Protocol):
 
 async def follow(
     call: CallEngine, on_disk: AskDisk, since: tuple[str, int] | None
-) -> AsyncIterator[CacheEvent | EventSnapshot | EventGap]:
+) -> AsyncGenerator[CacheEvent | EventSnapshot | EventGap, None]:
     """Events after (epoch, sequence) `since` if they are all kept, else a gap, a snapshot and what follows it; endless."""
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
 

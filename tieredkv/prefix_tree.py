@@ -336,12 +336,18 @@ class PrefixTree:
             pins=list(pins),
             priority=max(priorities, default=None),
             expires_s=max(expiries, default=None),
-            first_words=self._words(first.token_ids[:WORDS_OF_TOKENS]),
-            last_words=self._words(last.token_ids[-WORDS_OF_TOKENS:]),
+            first_words=self._words(blocks, from_end=False),
+            last_words=self._words(blocks, from_end=True),
         )
 
-    def _words(self, token_ids: Sequence[int]) -> str | None:
-        return None if self._decode is None else self._decode(token_ids)
+    def _words(self, blocks: Sequence[_Block], *, from_end: bool) -> str | None:
+        """The text at the beginning or the end of some blocks."""
+        if self._decode is None:
+            return None
+        num_blocks = -(-WORDS_OF_TOKENS // len(blocks[-1].token_ids))
+        some = blocks[-num_blocks:] if from_end else blocks[:num_blocks]
+        token_ids = [token_id for block in some for token_id in block.token_ids]
+        return self._decode(token_ids[-WORDS_OF_TOKENS:] if from_end else token_ids[:WORDS_OF_TOKENS])
 
     def block(self, block_hash: bytes) -> BlockReport | None:
         """One block, its tokens only where text may be shown; `ref_count` is for the engine thread to fill in."""

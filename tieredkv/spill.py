@@ -322,11 +322,17 @@ class Spiller:
         self._keeper.moved(block_hash)
 
     def removed_from_disk(self, hashes: Iterable[bytes]) -> None:
-        """Blocks were removed from the disk on purpose, behind all writes that had been queued by then."""
+        """The disk does not hold these blocks, for whatever reason: what other tiers hold of them is unsaved again."""
         for block_hash in hashes:
             self._on_disk.discard(block_hash)
             if block_hash in self._info:
                 self._sort_in(block_hash)
+            if self._keeper.is_saved(block_hash):
+                self._keeper.lost(block_hash)
+
+    def disk_replaced(self) -> None:
+        """The disk may hold anything now. What is offered to it a second time costs next to nothing."""
+        self.removed_from_disk(sorted(self._on_disk, key=lambda h: self._info[h].depth))
 
     def bar(self, hashes: Iterable[bytes]) -> None:
         """These blocks are being removed from a lower tier on purpose: what still lies above is not copied down again before

@@ -20,7 +20,7 @@ from tieredkv.gate import CostGate
 from tieredkv.keeping import Keeper
 from tieredkv.restore import Restore, Restorer, Restoring
 from tieredkv.spill import Spiller, Spilling
-from tieredkv.storage.tier import BlockChange
+from tieredkv.storage.tier import CORRUPT, BlockChange
 from tieredkv.tier_faces import BlockInfo, DiskTier, HostTier, LoadResult, LookupResult, StoreResult
 from tieredkv.transfer import CopyEngine
 from tieredkv.types import Tier
@@ -126,6 +126,10 @@ class Tiers:
             self._branches.removed(Tier.HOST, block_hash, "evicted")
 
     def _disk_changed(self, change: BlockChange) -> None:
+        if not change.hash:
+            self.spiller.disk_replaced()
+        elif change.reason == CORRUPT:
+            self.spiller.removed_from_disk((change.hash,))
         if self._branches is None:
             return
         events = self._branches.events

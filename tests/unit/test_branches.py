@@ -247,9 +247,11 @@ def test_words_are_shown_only_where_they_may_be(tmp_path):
         assert all(report.first_words is None for report in tree.page(b"", 99, lambda report: True).prefixes)
     with tree_of(forest, store, decode=lambda tokens: "-".join(map(str, tokens))) as tree:
         for report in tree.page(b"", 99, lambda report: True).prefixes:
-            last = forest.blocks[bytes.fromhex(report.id)]
-            assert report.last_words == "-".join(map(str, last.token_ids))
-            assert tree.block(last.hash).token_ids == list(last.token_ids)
+            own = forest.branches()[bytes.fromhex(report.id)][0]
+            tokens = [str(token_id) for name in own for token_id in forest.blocks[name].token_ids]
+            assert report.first_words == "-".join(tokens[:12])
+            assert report.last_words == "-".join(tokens[-12:])
+            assert tree.block(own[0]).token_ids == list(forest.blocks[own[0]].token_ids)
     store.close()
 
 
