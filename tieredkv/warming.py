@@ -238,12 +238,7 @@ class Warming:
             prefix_name=prompt.name,
             retention=retention,
         )
-        try:
-            stream = self._engine.submit(request)
-        except CapacityError as error:
-            if error.status == 503:
-                raise _EngineGoneError(str(error)) from error
-            raise
+        stream = await self._submit(job, request)
         job.on_end = stream.abort
         try:
             sources = TokenSources()
@@ -255,6 +250,16 @@ class Warming:
         finally:
             job.on_end = None
             stream.abort()
+
+    async def _submit(self, job: WarmJob, request: EngineRequest) -> OutputStream:
+        """Hand a request to the engine, as soon as its queue takes one more."""
+        while True:
+            try:
+                return self._engine.submit(request)
+            except CapacityError as error:
+                if error.status == 503 or not job.is_open:
+                    raise _EngineGoneError(str(error)) from error
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _until_quiet(self, job: WarmJob, num_blocks: int) -> int:
         """Wait for a moment to compute without harm to others; returns how many tokens may be computed then."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -14,7 +15,11 @@ import pytest
 from tests.engine.truth import load, random_prompt, stock_tokens
 from tests.server.test_process import serving
 from tieredkv.cli.main import main
+from tieredkv.config import Config
+from tieredkv.engine import Engine
 from tieredkv.storage.disk import DiskStore
+from tieredkv.types import Tier
+from tieredkv.warming import Warming, WarmPrompt
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 16
@@ -328,3 +333,40 @@ def test_a_library_user_finds_what_was_preloaded(run, model, tmp_path):
         # The first request, before anything has been measured.
         (sources,) = llm.warm(lines[0]["tokens"])
         assert (sources.disk, sources.computed) == (160, 8)
+
+
+def test_warming_leaves_on_disk_what_is_there(run, model, tmp_path):
+    """A second look at the store, not a restore: blocks stay where they are, unless they are wanted higher up."""
+    lines = branches(3)
+    run(write(tmp_path / "p.jsonl", lines))
+    config = Config.load(
+        {"model": str(model), "device": "cpu", "dtype": "float32", "max_model_len": 256, "kv_cache_memory": "64MiB",
+         "host_memory": "0", "disk_path": str(tmp_path / "store"), "restore": "always"}
+    )  # fmt: skip
+    engine = Engine.load(config)
+    engine.start()
+
+    async def main():
+        warming = Warming(engine)
+
+        async def warm(prompts):
+            job = warming.start(prompts)
+            while (report := warming.get(job.id)).finished_s is None:
+                await asyncio.sleep(0.001)
+            in_pool = await asyncio.wrap_future(engine.call(lambda core: core.pool.num_committed))
+            return report, in_pool
+
+        report, in_pool = await warm([WarmPrompt(line["tokens"]) for line in lines])
+        assert (report.state, report.num_tokens_done, report.num_tokens_computed) == ("done", 3 * 168, 0)
+        assert in_pool == 0
+        report, in_pool = await warm([WarmPrompt(lines[0]["tokens"], tier=Tier.DEVICE)])
+        assert (report.state, report.num_tokens_computed) == ("done", 0)
+        assert in_pool == 10
+        report, in_pool = await warm([WarmPrompt([*lines[1]["tokens"], *random_prompt(32, seed=5)])])
+        assert report.num_tokens_computed == 32 + 168 % BLOCK - 200 % BLOCK
+        await warming.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        assert engine.close()

@@ -286,3 +286,42 @@ def test_a_time_to_live_without_a_pin_is_renewed_without_computing(engine):
         assert len(engine.runner.batches) == requests + 1
 
     asyncio.run(main())
+
+
+def test_a_full_queue_is_waited_for():
+    engine, _ = make_engine(max_queue_size=2)
+
+    async def main():
+        streams = [engine.submit(request(f"r{i}", [i], max_tokens=20)) for i in range(10)]
+        warming = Warming(engine)
+        job = warming.start([WarmPrompt(prompt_of(3 * BLOCK))])
+        engine.start()
+        await asyncio.gather(*map(collect, streams))
+        report = await finished(warming, job.id)
+        assert (report.state, report.num_prompts_failed, report.num_tokens_computed) == ("done", 0, 3 * BLOCK)
+        # Full for longer than anybody waits: the job goes on trying until it is cancelled.
+        warming._engine = Full(engine)
+        job = warming.start([WarmPrompt(prompt_of(3 * BLOCK, 1))])
+        while warming._engine.num_refused < 2:
+            await asyncio.sleep(0)
+        assert warming.get(job.id).state == "running"
+        warming.cancel(job.id)
+        await warming.close()
+        assert warming.get(job.id).state == "cancelled"
+
+    asyncio.run(main())
+    engine.close()
+
+
+class Full:
+    """An engine whose queue never takes one more."""
+
+    def __init__(self, engine):
+        self.num_refused = 0
+        self.num_unfinished = 0
+        self.max_model_len = engine.max_model_len
+        self.call = engine.call
+
+    def submit(self, _):
+        self.num_refused += 1
+        raise CapacityError("full")
