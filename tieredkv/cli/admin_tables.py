@@ -273,7 +273,7 @@ def _table(console: Console, heads: Sequence[str], rows: Iterable[Sequence[str]]
 
 
 def _places(by_tier: Mapping[str, Any]) -> str:
-    return ", ".join(f"{tier} {value}" for tier, value in by_tier.items()) or _NOTHING
+    return ", ".join(f"{tier} {value}" for tier, value in by_tier.items() if value) or _NOTHING
 
 
 def _words(prefix: Report) -> str:
