@@ -87,6 +87,7 @@ def opened(page: Page, fake) -> Page:
     # Everything that there can be is on the screen: numbers, a pin, a message, and a result.
     page.get_by_role("button", name="Pin root 1").click()
     dialog(page, "Pin this prefix?").get_by_role("button", name="Pin").click()
+    expect(dialog(page, "Pin this prefix?")).to_be_hidden()
     page.locator("#lookup").get_by_label("Prompt").fill("some prompt of several blocks" * 9)
     page.get_by_role("button", name="Look up").click()
     expect(page.locator("#lookup-result")).to_contain_text("full blocks")

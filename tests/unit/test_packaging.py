@@ -59,6 +59,13 @@ def test_the_wheel_holds_every_module(wheel):
     assert "tieredkv/py.typed" in wheel.namelist()
 
 
+def test_the_wheel_holds_the_admin_page(wheel):
+    page = Path("tieredkv/server/admin/ui")
+    expected = {str(p.relative_to(ROOT)) for p in (ROOT / page).rglob("*") if p.is_file()}
+    assert f"{page}/index.html" in expected
+    assert {name for name in wheel.namelist() if name.startswith(f"{page}/")} == expected
+
+
 def test_the_subpackages_import():
     code = "import importlib.util as u; print(all(u.find_spec(f'tieredkv.{n}') for n in ('kernels', 'storage')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")

@@ -3,7 +3,8 @@
 
 const ROOT = new URL("../../", import.meta.url);
 const KEY = "tieredkv.admin-key";
-const TIMEOUT_MS = 8000;
+// The engine answers between two steps, which take seconds where a long prompt meets a slow machine.
+const TIMEOUT_MS = 20000;
 
 /** The server answered, and the answer was no. `body` is the JSON of the answer, or null. */
 export class Refused extends Error {

@@ -14,6 +14,7 @@ import { Overview } from "./tiers.js";
 
 const POLL_MS = 1000;
 const SLOWEST_POLL_MS = 5000;
+const SLOW_MS = 3000;
 const THEME = "tieredkv.theme";
 
 const history = new History();
@@ -113,7 +114,8 @@ function refused(error) {
 }
 
 async function pollCache() {
-  const report = await get("admin/cache");
+  const slow = setTimeout(() => setText(byId("status"), "waiting for an answer"), SLOW_MS);
+  const report = await get("admin/cache").finally(() => clearTimeout(slow));
   connected();
   say("refused", "");
   state.tenant = false;

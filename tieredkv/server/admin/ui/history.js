@@ -9,8 +9,8 @@ export const SOURCES = ["device", "host", "disk", "computed"];
 const KEPT_S = 3700;
 const RATE_SPAN_S = 3;
 export const TTFT_SPAN_S = 30;
-// A pause this long is shown as one.
-const GAP_S = 6;
+// A pause this long is shown as one. An engine that computes a long prompt on a CPU answers late.
+const GAP_S = 25;
 
 function countersOf(report) {
   const values = { "tokens.computed": report.computed_tokens };
