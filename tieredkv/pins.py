@@ -19,22 +19,18 @@ import builtins
 import secrets
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
 
 from tieredkv import hashing
 from tieredkv.blocks import BlockPool
-from tieredkv.errors import InvariantError, RequestError, StorageError
+from tieredkv.errors import InvariantError, RequestError
 from tieredkv.keeping import Keeper
 from tieredkv.reports import PinReport
 from tieredkv.storage.pins import PIN_ID_NBYTES, PinRecord, PinsSeen
 from tieredkv.storage.tier import NEVER
+from tieredkv.stored_pins import StoredPins
 from tieredkv.tiers import Tiers
 from tieredkv.types import SHARED_OWNER, Tier
-
-if TYPE_CHECKING:
-    from tieredkv.storage.disk import DiskStore
 
 ACCEPTED, CLIPPED, REFUSED = "accepted", "clipped", "refused"
 MAX_NAME_CHARS = 200
@@ -42,18 +38,15 @@ MAX_TTL_S = 100 * 365 * 86400.0
 # After the store has failed to take a pin, or to give one up.
 _RETRY_AFTER_US = 5_000_000
 _SEE_AGAIN_AFTER_US = 1_000_000
-T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class _Pin:
-    """A pin of this process's namespace. The first `num_firm` blocks stay in its tier; `saved` once the store has it."""
+    """A pin of this process's namespace. The first `num_firm` blocks stay in its tier."""
 
     record: PinRecord
     num_firm: int
     reason: str | None = None
-    saved: bool = False
-    writing: bool = False
 
 
 class Pins:
@@ -94,14 +87,11 @@ class Pins:
         self._host_limit = min(int(host.num_slots * budget), host.num_keepable) if host is not None else 0
         self.keeper.limit(device=self._device_limit, host=self._host_limit)
         self._pins: dict[bytes, _Pin] = {}
-        # Pins that the store may still have although they are gone, with the number of their blocks.
-        self._leaving: dict[bytes, int] = {}
-        # What the store was asked, and who takes the answer.
-        self._jobs: list[tuple[Future[Any], Callable[[Any], None]]] = []
+        self._store = StoredPins(self._disk, self._saved, self._seen)
         self._num_resets: int | None = None
         self._seen_us = 0
         self._due_us = NEVER
-        self._see()
+        self._store.see()
 
     # -- verbs ---------------------------------------------------------------------------------------------------------
 
@@ -155,7 +145,8 @@ class Pins:
         self._count(pin)
         if self._tiers is not None:
             self._tiers.spiller.used(record.hashes)
-        self._save(pin)
+        self._store.save(record)
+        self._plan()
         self._see_again()
         return self._report(pin)
 
@@ -186,7 +177,7 @@ class Pins:
     def is_saved(self, pin_id: str) -> bool:
         """Whether a restart would find the pin: True without a disk tier only in that there is nothing to wait for."""
         pin = self._find(pin_id, None)
-        return pin is None or pin.saved or self._disk is None
+        return pin is None or self._store.is_saved(pin.record.id)
 
     def token_ids(self, pin_id: str) -> Sequence[int] | None:
         """The tokens that were pinned, also those beyond what it was clipped to; for computing what is missing."""
@@ -236,25 +227,22 @@ class Pins:
     @property
     def busy(self) -> bool:
         """Whether the store has been asked something that `expire` takes the answer of."""
-        return bool(self._jobs)
+        return self._store.busy
 
     def expire(self) -> None:
         """Give up the pins whose time has come, take the store's answers, repeat what it failed to do. Costs next to nothing
         when there is nothing to do.
         """
-        if self._jobs:
-            self._take_answers()
+        if self._store.busy and self._store.take_answers():
+            self._plan()
         now_us = self._clock_us()
         if now_us < self._due_us:
             return
         for pin in list(self._pins.values()):
             if pin.record.is_due(now_us):
                 self._forget(pin)
-            elif not pin.saved and not pin.writing:
-                self._save(pin)
-        for pin_id, num_blocks in list(self._leaving.items()):
-            self._leave(pin_id, num_blocks)
-        self._plan(now_us)
+        self._store.retry()
+        self._plan()
 
     # -- budgets -------------------------------------------------------------------------------------------------------
 
@@ -302,7 +290,7 @@ class Pins:
         """Blocks of the store that other processes and namespaces have pinned."""
         if self._disk is None:
             return 0
-        own = self.keeper.num_wanted_in(Tier.DISK) + sum(self._leaving.values())
+        own = self.keeper.num_wanted_in(Tier.DISK) + self._store.num_leaving_blocks
         return max(self._disk.usage().num_pinned - own, 0)
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
@@ -331,14 +319,14 @@ class Pins:
     def _forget(self, pin: _Pin) -> None:
         self._uncount(pin)
         del self._pins[pin.record.id]
-        if self._disk is not None:
-            self._leave(pin.record.id, len(pin.record.hashes))
+        self._store.leave(pin.record.id, len(pin.record.hashes))
+        self._plan()
 
-    def _plan(self, now_us: int) -> None:
+    def _plan(self) -> None:
         """When `expire` has something to do next."""
         due = [pin.record.expires_us for pin in self._pins.values()]
-        if self._leaving or any(not pin.saved and not pin.writing for pin in self._pins.values()):
-            due.append(now_us + _RETRY_AFTER_US)
+        if self._store.has_failed:
+            due.append(self._clock_us() + _RETRY_AFTER_US)
         self._due_us = min(due, default=NEVER)
 
     def _report(self, pin: _Pin) -> PinReport:
@@ -384,85 +372,36 @@ class Pins:
 
     # -- the store -----------------------------------------------------------------------------------------------------
 
-    def _ask(self, change: Callable[[DiskStore], T], answered: Callable[[T | None], None]) -> None:
-        """Have the store's writer do something; `answered` gets None if it failed."""
-        if self._disk is not None:
-            self._jobs.append((self._disk.change(change), answered))
-
-    def _take_answers(self) -> None:
-        done = [job for job in self._jobs if job[0].done()]
-        self._jobs = [job for job in self._jobs if not job[0].done()]
-        for future, answered in done:
-            try:
-                result = future.result()
-            except (StorageError, CancelledError):
-                result = None
-            answered(result)
-        if done:
-            self._plan(self._clock_us())
-
-    def _save(self, pin: _Pin) -> None:
-        """Have the store keep a pin."""
-        if self._disk is None:
-            pin.saved = True
-            self._plan(self._clock_us())
-            return
-        record = pin.record
-        pin.writing = True
-        self._leaving.pop(record.id, None)
-
-        def answered(num_resident: int | None) -> None:
-            pin.writing = False
-            if num_resident is not None:
-                pin.saved = True
-                if self._pins.get(record.id) is pin:
-                    for block_hash in record.hashes[:num_resident]:
-                        self.keeper.saved(block_hash)
-
-        self._ask(lambda store: store.pin(record), answered)
-        self._plan(self._clock_us())
-
-    def _leave(self, pin_id: bytes, num_blocks: int) -> None:
-        """Have the store give a pin up; repeated until it does."""
-        self._leaving[pin_id] = num_blocks
-
-        def answered(done: bool | None) -> None:
-            if done and pin_id not in self._pins:
-                self._leaving.pop(pin_id, None)
-
-        self._ask(lambda store: store.unpin(pin_id), answered)
-        self._plan(self._clock_us())
-
     def _see_again(self) -> None:
         if self._clock_us() >= self._seen_us + _SEE_AGAIN_AFTER_US:
-            self._see()
+            self._seen_us = self._clock_us()
+            self._store.see()
 
-    def _see(self) -> None:
-        """Ask the store for all pins: those from before the start, and those of other processes."""
-        self._seen_us = self._clock_us()
-        self._ask(lambda store: store.pins(), self._seen)
+    def _saved(self, record: PinRecord, num_resident: int) -> None:
+        """The store keeps a pin, and has its first `num_resident` blocks."""
+        for block_hash in record.hashes[:num_resident]:
+            self.keeper.saved(block_hash)
 
-    def _seen(self, seen: PinsSeen | None) -> None:
-        if seen is None:
-            return
+    def _seen(self, seen: PinsSeen) -> None:
+        """What the store has: also pins from before the start, and those of other processes."""
         reset = self._num_resets is not None and seen.num_resets != self._num_resets
         self._num_resets = seen.num_resets
         records = {r.id: r for r in seen.records if r.namespace == self._namespace}
         for pin in list(self._pins.values()):
-            if not pin.saved or pin.record.id in records:
+            pin_id = pin.record.id
+            if pin_id in records or not self._store.is_saved(pin_id):
                 continue
             if reset:
-                pin.saved = False
-                self._save(pin)
+                self._store.save(pin.record)
             else:
                 # Another process has given it up, or its time is over there.
                 self._uncount(pin)
-                del self._pins[pin.record.id]
+                del self._pins[pin_id]
         now_us = self._clock_us()
         for record in records.values():
-            known = self._pins.get(record.id)
-            if record.id in self._leaving or record.is_due(now_us) or (known is not None and not known.saved):
+            if self._store.is_leaving(record.id) or not self._store.is_saved(record.id) or record.is_due(now_us):
                 continue
+            known = self._pins.get(record.id)
             if known is None or known.record != record:
                 self._adopt(record, known)
             self._note_resident(record, seen.num_resident[record.id])
@@ -479,10 +418,10 @@ class Pins:
             if len(new) > room:
                 num_firm = new[max(room, 0)]
                 reason = self._no_room(record.tier, budget, self.keeper.num_wanted_in(record.tier))
-        pin = _Pin(record, num_firm, reason, saved=True)
+        pin = _Pin(record, num_firm, reason)
         self._pins[record.id] = pin
         self._count(pin)
-        self._plan(self._clock_us())
+        self._plan()
 
     def _note_resident(self, record: PinRecord, num_resident: int) -> None:
         """The store holds the first `num_resident` blocks of a pin and not the one behind them."""

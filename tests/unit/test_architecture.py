@@ -62,6 +62,7 @@ ROWS = {
         "keeping",
         "pins",
         "retention",
+        "stored_pins",
         "branches",
         "events",
         "prefix_tree",
