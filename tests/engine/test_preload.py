@@ -17,6 +17,7 @@ from tests.server.test_process import serving
 from tieredkv.cli.main import main
 from tieredkv.config import Config
 from tieredkv.engine import Engine
+from tieredkv.preloader import Preloader
 from tieredkv.storage.disk import DiskStore
 from tieredkv.types import Tier
 from tieredkv.warming import Warming, WarmPrompt
@@ -259,6 +260,50 @@ def test_killed_half_way_and_run_again_computes_no_block_twice(run, model, tmp_p
     assert report["computed_tokens"] == (total - before) * BLOCK
     assert report["saved_blocks"] == total - before
     assert stored(store) == total
+
+
+def test_interrupted_it_keeps_what_it_has(run, tmp_path, monkeypatch):
+    """Ctrl-C saves what is computed; the next run continues there."""
+    lines = branches(12)
+    file = write(tmp_path / "p.jsonl", lines)
+    tell = Preloader._tell
+
+    def interrupted(self):
+        tell(self)
+        if self.progress.num_blocks_saved >= 10:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Preloader, "_tell", interrupted)
+    assert run(file) == (130, None)
+    before = stored(tmp_path / "store")
+    assert before >= 10
+    monkeypatch.undo()
+    code, report = run(file)
+    assert (code, report["stored_blocks"]) == (0, before)
+    assert report["computed_tokens"] == (unique_blocks(lines) - before) * BLOCK
+
+
+@pytest.mark.soak
+def test_beside_an_engine_that_uses_the_store(run, model, tmp_path):
+    """Two processes' worth of writers on one store: each finds what the other has computed."""
+    lines = branches(4)
+    with load(model, max_model_len=256, disk_path=str(tmp_path / "store"), restore="always") as llm:
+        llm.warm(lines[0]["tokens"])
+        llm.core.flush(10)
+        code, report = child_run(model, write(tmp_path / "p.jsonl", lines), tmp_path / "store")
+        assert (code, report["stored_blocks"]) == (0, 10)
+        assert report["computed_tokens"] == (unique_blocks(lines) - 10) * BLOCK
+        (sources,) = llm.warm([*lines[3]["tokens"], 5])
+        assert sources.computed <= BLOCK
+
+
+def child_run(model, file, store) -> tuple[int, dict]:
+    """The command in a process of its own: LMDB lets a process open a store once."""
+    command = [sys.executable, "-m", "tieredkv", "preload", str(file), "--model", str(model), *SETTINGS]
+    done = subprocess.run(
+        [*command, "--disk-path", str(store), "--json"], cwd=ROOT, timeout=120, capture_output=True, text=True
+    )
+    return done.returncode, json.loads(done.stdout)
 
 
 def complete(url: str, tokens: list[int]) -> dict:
