@@ -25,6 +25,7 @@ from tieredkv import hashing
 from tieredkv.blocks import BlockPool
 from tieredkv.errors import InvariantError, RequestError
 from tieredkv.keeping import Keeper
+from tieredkv.pin_budget import PinBudget
 from tieredkv.reports import PinReport
 from tieredkv.storage.pins import PIN_ID_NBYTES, PinRecord, PinsSeen
 from tieredkv.storage.tier import NEVER
@@ -74,18 +75,19 @@ class Pins:
         self._namespace = namespace
         self._block_size = block_size
         self._block_nbytes = block_nbytes
-        self._max_blocks = max_model_len // block_size
-        self._budget = budget
         self._is_computing = is_computing
         self._clock_us = clock_us
-        self._enabled = enabled
         self.keeper = tiers.keeper if tiers is not None else Keeper(pool, None, has_disk=False)
-        # The greatest request must find room beside what is kept.
-        spare = pool.num_usable - -(-max_model_len // block_size)
-        self._device_limit = max(min(int(pool.num_usable * budget), spare), 0)
-        host = tiers.host if tiers is not None else None
-        self._host_limit = min(int(host.num_slots * budget), host.num_keepable) if host is not None else 0
-        self.keeper.limit(device=self._device_limit, host=self._host_limit)
+        self._budget = PinBudget(
+            pool,
+            tiers,
+            self.keeper,
+            share=budget,
+            block_size=block_size,
+            block_nbytes=block_nbytes,
+            max_model_len=max_model_len,
+            enabled=enabled,
+        )
         self._pins: dict[bytes, _Pin] = {}
         self._store = StoredPins(self._disk, self._saved, self._seen)
         self._num_resets: int | None = None
@@ -116,14 +118,14 @@ class Pins:
             raise RequestError(f"name must have 1 to {MAX_NAME_CHARS} characters", param="name")
         self.expire()
         now_us = self._clock_us()
-        chosen = tier or self.lowest_tier
+        chosen = tier or self._budget.lowest_tier
         packed = hashing.pack_tokens(token_ids)
         others = self._num_claimed_by_others()
         before = self._find_same(owner, name, tenant, packed)
         if before is not None:
             self._uncount(before)
         hashes = self._chain(token_ids, tenant)
-        num_fit, reason = self._fit(hashes, chosen, others)
+        num_fit, reason = self._budget.fit(hashes, chosen, others)
         record = PinRecord(
             id=before.record.id if before is not None else secrets.token_bytes(PIN_ID_NBYTES),
             namespace=self._namespace,
@@ -200,20 +202,9 @@ class Pins:
     def __len__(self) -> int:
         return len(self._pins)
 
-    @property
-    def lowest_tier(self) -> Tier:
-        """The tier that a pin stays in unless it is told otherwise."""
-        if self._disk is not None:
-            return Tier.DISK
-        return Tier.HOST if self._host_limit else Tier.DEVICE
-
     def budget_blocks(self, tier: Tier) -> int:
         """Most blocks of a tier that pins may claim."""
-        if tier is Tier.DEVICE:
-            return self._device_limit
-        if tier is Tier.HOST:
-            return self._host_limit
-        return int(self._disk.num_fit(self._block_nbytes, self._block_size) * self._budget) if self._disk else 0
+        return self._budget.blocks(tier)
 
     def num_blocks(self, tier: Tier) -> int:
         """Blocks of a tier that stay because of pins; on disk those of all processes, also where they are not there yet. Reads
@@ -242,9 +233,11 @@ class Pins:
             if pin.record.is_due(now_us):
                 self._forget(pin)
         self._store.retry()
+        if self._disk is not None and self._num_resets is None:
+            self._store.see()
         self._plan()
 
-    # -- budgets -------------------------------------------------------------------------------------------------------
+    # -- bookkeeping -------------------------------------------------------------------------------------------------------
 
     def _chain(self, token_ids: Sequence[int], tenant: bytes) -> Sequence[bytes]:
         hashes: list[bytes] = []
@@ -252,48 +245,12 @@ class Pins:
         hashing.extend_chain(hashes, hashing.root_hash(self._namespace, tenant), token_ids, self._block_size, num_full)
         return hashes
 
-    def _fit(self, hashes: Sequence[bytes], tier: Tier, others: int) -> tuple[int, str | None]:
-        """How many leading blocks can be kept in `tier`, and why not all of them; `others` have claimed so many of the disk."""
-        if not self._enabled:
-            return 0, "prefix caching is off"
-        if not hashes:
-            return 0, f"shorter than one block of {self._block_size} tokens"
-        if tier is Tier.DISK and self._disk is None:
-            return 0, "there is no disk tier"
-        if tier is Tier.HOST and (self._tiers is None or not self._tiers.host.keeps):
-            return 0, "there is no host tier"
-        num_fit, reason = len(hashes), None
-        if num_fit > self._max_blocks:
-            num_fit, reason = self._max_blocks, "longer than the longest request"
-        for each in (tier, Tier.DISK) if tier is not Tier.DISK and self._disk is not None else (tier,):
-            budget = self.budget_blocks(each)
-            claimed = self.keeper.num_wanted_in(each) + (others if each is Tier.DISK else 0)
-            room = budget - claimed
-            for i in range(num_fit):
-                if not self.keeper.is_wanted_in(each, hashes[i]):
-                    room -= 1
-                    if room < 0:
-                        num_fit, reason = i, self._no_room(each, budget, claimed)
-                        break
-        return num_fit, reason
-
-    def _no_room(self, tier: Tier, budget: int, claimed: int) -> str:
-        if budget:
-            return f"pins may take {budget} blocks of the {tier.value} tier, others take {claimed}"
-        if tier is Tier.DISK and self._budget:
-            return f"the disk tier cannot be used: {(self._disk and self._disk.fault) or 'it is too small'}"
-        if tier is Tier.DEVICE and self._budget:
-            return "the device pool has no room beside one request of the greatest length"
-        return f"pins may take nothing of the {tier.value} tier"
-
     def _num_claimed_by_others(self) -> int:
         """Blocks of the store that other processes and namespaces have pinned."""
         if self._disk is None:
             return 0
         own = self.keeper.num_wanted_in(Tier.DISK) + self._store.num_leaving_blocks
         return max(self._disk.usage().num_pinned - own, 0)
-
-    # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
     def _find(self, pin_id: str, scope: str | None) -> _Pin | None:
         try:
@@ -325,7 +282,7 @@ class Pins:
     def _plan(self) -> None:
         """When `expire` has something to do next."""
         due = [pin.record.expires_us for pin in self._pins.values()]
-        if self._store.has_failed:
+        if self._store.has_failed or (self._disk is not None and self._num_resets is None):
             due.append(self._clock_us() + _RETRY_AFTER_US)
         self._due_us = min(due, default=NEVER)
 
@@ -412,12 +369,7 @@ class Pins:
             self._uncount(known)
         num_firm, reason = len(record.hashes), None
         if record.tier is not Tier.DISK:
-            budget = self.budget_blocks(record.tier)
-            room = budget - self.keeper.num_wanted_in(record.tier)
-            new = [i for i, h in enumerate(record.hashes) if not self.keeper.is_wanted_in(record.tier, h)]
-            if len(new) > room:
-                num_firm = new[max(room, 0)]
-                reason = self._no_room(record.tier, budget, self.keeper.num_wanted_in(record.tier))
+            num_firm, reason = self._budget.fit_in(record.hashes, record.tier)
         pin = _Pin(record, num_firm, reason)
         self._pins[record.id] = pin
         self._count(pin)

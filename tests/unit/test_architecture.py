@@ -62,6 +62,7 @@ ROWS = {
         "keeping",
         "pins",
         "retention",
+        "pin_budget",
         "stored_pins",
         "branches",
         "events",
