@@ -242,20 +242,20 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def table(usages: Sequence[Usage]) -> str:
-    """One line per variant."""
-    lines = [f"{'target':6} {'kernel':18} {'type':5} {'registers':>9} {'shared':>7} {'stack':>5}  variant"]
-    for usage in usages:
-        v = usage.variant
-        lines.append(
-            f"sm_{v.arch:<3} {v.kernel:18} {v.dtype:5} {usage.num_registers:9} {usage.shared_nbytes:7} "
-            f"{usage.stack_nbytes:5}  {v.label}{f'  <-- {usage.problem}' if usage.problem else ''}"
-        )
-    return "\n".join(lines)
+HEADER = f"{'target':6} {'kernel':18} {'type':5} {'registers':>9} {'shared':>7} {'stack':>5}  variant"
+
+
+def row(usage: Usage) -> str:
+    """A line of the report."""
+    v = usage.variant
+    return (
+        f"sm_{v.arch:<3} {v.kernel:18} {v.dtype:5} {usage.num_registers:9} {usage.shared_nbytes:7} "
+        f"{usage.stack_nbytes:5}  {v.label}{f'  <-- {usage.problem}' if usage.problem else ''}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile, print the table and a summary; 1 when a variant has a problem."""
+    """Compile, print a line for each variant and a summary; 1 when a variant has a problem."""
     parser = argparse.ArgumentParser(prog="tieredkv.kernels.aot", description="Compile all kernels without a GPU.")
     parser.add_argument("--quick", action="store_true", help="leave out what hardly differs from something compiled")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
@@ -263,9 +263,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--match", default="", help="only kernels whose name contains this")
     options = parser.parse_args(arguments)
     wanted = [v for v in variants(options.arch or ARCHS, options.quick) if options.match in v.kernel]
+    usages = []
+    print(HEADER)
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as processes:
-        usages = list(processes.map(compile_variant, wanted, chunksize=4))
-    print(table(usages))
+        for usage in processes.map(compile_variant, wanted, chunksize=4):
+            usages.append(usage)
+            print(row(usage), flush=True)
     problems = sum(1 for usage in usages if usage.problem)
     registers = max(usage.num_registers for usage in usages)
     print(f"{len(usages)} variants compiled, at most {registers} registers, {problems} with problems")

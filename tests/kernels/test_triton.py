@@ -44,7 +44,7 @@ def test_a_kernel_compiles_for_a_gpu_that_is_not_here(kernel):
     usage = aot.compile_variant(variant(kernel))
     assert usage.problem == ""
     assert 0 < usage.num_registers <= 255
-    assert kernel in aot.table([usage])
+    assert kernel in aot.row(usage)
 
 
 def test_what_does_not_fit_is_a_problem():
