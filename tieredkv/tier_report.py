@@ -29,7 +29,8 @@ def report(pool: BlockPool, block_nbytes: int, tiers: Tiers | None) -> Iterator[
     if tiers is not None:
         holds[Tier.HOST] = _facts(tiers.host.usage())
         if tiers.disk is not None:
-            holds[Tier.DISK] = _facts(tiers.disk.usage())
+            # The store does not count what is retained: its rows say so one by one.
+            holds[Tier.DISK] = {key: n for key, n in _facts(tiers.disk.usage()).items() if key != "retained"}
     for kind, name, key, doc in (
         ("gauge", "tier_capacity_bytes", "capacity", "Most bytes that the tier's blocks may take."),
         ("gauge", "tier_used_bytes", "used", "Bytes that the tier's blocks take."),
