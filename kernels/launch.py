@@ -114,7 +114,7 @@ class DecodeLaunch:
     workspace_numel: int
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def decode_launch(
     itemsize: int,
     num_seqs: int,
