@@ -239,7 +239,8 @@ def show_event(console: Console, name: str, data: Report) -> None:
     """One event, as one line."""
     if name == "snapshot":
         counts = ", ".join(f"{tier} {len(hashes):,}" for tier, hashes in data["hashes_by_tier"].items())
-        line = f"{data['sequence']:>8}  snapshot  {counts or 'nothing'}"
+        more = "" if data["part"] == data["num_parts"] - 1 else " ..."
+        line = f"{data['sequence']:>8}  snapshot  {counts or 'nothing'}{more}"
     elif name == "gap":
         line = f"{data['sequence']:>8}  gap       {data['reason']}"
     elif name in ("stored", "removed"):
