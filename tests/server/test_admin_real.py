@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -222,3 +226,90 @@ def test_the_description_fits_the_server(root):
     document = root.get("/admin/openapi.json").json()
     assert document["components"]["schemas"]["LookupBody"]["properties"]["model"]["enum"] == ["tiny", None]
     assert "320" in json.dumps(document) or "319" in json.dumps(document)
+
+
+def run_together(served, seconds):
+    """Requests and verbs of two tenants and an administrator at once, for a while; returns what was answered."""
+    deadline = time.monotonic() + seconds
+    prompts = [[3 + i, *range(50, 50 + 16 * (1 + i % 6))] for i in range(40)]
+    statuses = Counter()
+
+    def talk(seed, key):
+        draw = random.Random(seed)
+        with client(served, key) as http:
+            while time.monotonic() < deadline:
+                body = {"prompt": draw.choice(prompts), "max_tokens": draw.randint(1, 4)}
+                statuses["completion", http.post("/v1/completions", json=body).status_code] += 1
+
+    def operate(seed, key):
+        draw = random.Random(seed)
+        with client(served, key) as http:
+            while time.monotonic() < deadline:
+                tokens = draw.choice(prompts)
+                tenant = {} if key != ADMIN else {"tenant": owner_label(draw.choice([ALICE, BOB]))}
+                tiers = draw.sample(["device", "host", "disk"], draw.randint(1, 3))
+                listed = http.get("/admin/cache/prefixes", params={"limit": 3}).json()["prefixes"]
+                pins = http.get("/admin/pins").json()["pins"]
+                jobs = http.get("/admin/jobs").json()["jobs"]
+                method, path, body = draw.choice(
+                    [
+                        ("POST", "/admin/cache/lookup", {"tokens": tokens} | tenant),
+                        ("POST", "/admin/pins", {"tokens": tokens, "ttl": draw.choice([0.05, 60])} | tenant),
+                        *([("POST", "/admin/pins", {"prefix": draw.choice(listed)["id"]})] if listed else []),
+                        *([("GET", f"/admin/cache/prefixes/{draw.choice(listed)['id']}", None)] if listed else []),
+                        *([("DELETE", f"/admin/pins/{draw.choice(pins)['id']}", None)] * 3 if pins else []),
+                        ("POST", "/admin/cache/warm", {"prompts": [{"tokens": tokens} | tenant]}),
+                        *([("DELETE", f"/admin/jobs/{draw.choice(jobs)['id']}", None)] if jobs else []),
+                        ("POST", "/admin/cache/demote", {"tiers": [draw.choice(["device", "host"])]}),
+                        ("POST", "/admin/cache/clear", {"tiers": tiers}),
+                        *(
+                            [("POST", "/admin/cache/verify", None), ("GET", "/admin/cache", None)]
+                            if key == ADMIN
+                            else []
+                        ),
+                    ]
+                )
+                status = http.request(method, path, json=body).status_code
+                statuses[path.split("/")[2], status] += 1
+
+    def follow():
+        with client(served, ADMIN) as http, http.stream("GET", "/admin/events") as response:
+            for _ in parse(response.iter_lines()):
+                if time.monotonic() > deadline:
+                    return
+
+    jobs = [(talk, 1, ALICE), (talk, 2, BOB), (operate, 3, ALICE), (operate, 4, BOB), (operate, 5, ADMIN), (follow,)]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        running = [pool.submit(*job) for job in jobs]
+        for each in running[:-1]:
+            each.result(120 + seconds)
+        # An event to let the reader see that time is up.
+        served.say(ALICE, [9, 9, *range(60, 100)])
+        running[-1].result(60)
+    return statuses
+
+
+def check_all_together(served, root, seconds):
+    statuses = run_together(served, seconds)
+    assert {status for _, status in statuses} <= {200, 201, 202, 404, 409, 429}, statuses
+    assert {status for what, status in statuses if what == "completion"} == {200}
+    for pin in root.get("/admin/pins").json()["pins"]:
+        assert root.delete(f"/admin/pins/{pin['id']}").status_code in (200, 404)
+    for job in root.get("/admin/jobs").json()["jobs"]:
+        root.delete(f"/admin/jobs/{job['id']}").raise_for_status()
+        finished(root, job["id"])
+    assert root.post("/admin/cache/flush").json()["saved"]
+    assert root.post("/admin/cache/verify").json()["ok"]
+    assert root.post("/admin/cache/clear", json={}).status_code == 200
+    tiers = root.get("/admin/cache").json()["tiers"]
+    assert [(tier["num_blocks"], tier["num_pinned_blocks"]) for tier in tiers] == [(0, 0)] * 3
+    served.engine.call(lambda core: core.check_integrity()).result(30)
+
+
+def test_everything_at_once(served, root):
+    check_all_together(served, root, 2.5)
+
+
+@pytest.mark.soak
+def test_everything_at_once_for_a_minute(served, root):
+    check_all_together(served, root, 60)
