@@ -163,7 +163,17 @@ class StoreEnvironment:
                 with contextlib.suppress(lmdb.Error):  # a failed commit has ended the transaction already
                     txn.abort()
                 raise
+            self._cover(handle)
         self._faults.pop("space", None)
+
+    def _cover(self, handle: Handle) -> None:
+        """Make the file as long as what LMDB counts. Pages at its end that a transaction took and gave back are counted but
+        never written, and a file that lacks them would be taken for one that was cut short.
+        """
+        with contextlib.suppress(lmdb.Error, OSError):
+            needed = (handle.env.info()["last_pgno"] + 1) * handle.psize
+            if self.medium.stat(self._data).st_size < needed:
+                self.medium.extend(self._data, needed)
 
     def _begin(self, handle: Handle, *, write: bool) -> Any:
         try:

@@ -102,6 +102,16 @@ class Medium:
     def stat(self, path: Path | str) -> os.stat_result:
         return os.stat(path)
 
+    def extend(self, path: Path | str, nbytes: int) -> None:
+        """Make a file at least this long. Never shorter, and never changes what another process writes there meanwhile."""
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            missing = nbytes - os.fstat(fd).st_size
+            if missing > 0:
+                os.posix_fallocate(fd, nbytes - missing, missing)
+        finally:
+            os.close(fd)
+
     def write_file(self, scratch: Path, path: Path, text: str) -> None:
         """A small file, written aside and renamed; on the device when this returns."""
         with open(scratch, "w", encoding="ascii", opener=_private) as file:
