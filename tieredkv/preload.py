@@ -75,12 +75,15 @@ class Plan:
 
     def admit(self, num_blocks: int) -> None:
         """Mark what fits a store with room for `num_blocks` in all: pinned prompts first, then in the order of the file. A
-        prompt that does not fit is left out as a whole; a later, shorter one may still fit.
+        prompt that does not fit is left out as a whole; a later, shorter one may still fit. With more room than before, what
+        fitted before still does.
         """
         if self.num_unique_blocks <= num_blocks:
+            for entry in self.entries:
+                entry.fits = True
             return
         kept: set[bytes] = set()
-        for entry in sorted(self.entries, key=lambda e: (not e.pin, e.source.number)):
+        for entry in sorted(self.entries, key=lambda e: (not e.fits, not e.pin, e.source.number)):
             keys = [entry.key[i : i + _KEY_NBYTES] for i in range(0, len(entry.key), _KEY_NBYTES)]
             # Equal keys at another place of another chain are as good as impossible, and would cost a block's room.
             missing = [key for key in keys if key not in kept]
