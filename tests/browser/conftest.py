@@ -30,7 +30,7 @@ def _chromium() -> str:
 
 
 # Not for the whole session: while it lives, its event loop occupies the thread that other tests run theirs in.
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser():
     path = _chromium()
     with sync_playwright() as driver:
@@ -71,7 +71,7 @@ def page(browser: Browser, console: Console):
     assert console.unexpected == []
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def _fake_server():
     engine, admin = FakeEngine(), FakeAdmin()
     engine.metrics = admin.metrics

@@ -22,9 +22,12 @@ export function titleOf(prefix) {
 }
 
 /** The sentence that a pin's report amounts to. */
-export function describePin(pin) {
+function describePin(pin) {
   const kept = `${count(pin.num_pinned_tokens)} of ${counted(pin.num_tokens, "token")}`;
-  const where = pin.num_missing || pin.num_loading ? `, ${count(pin.num_missing + pin.num_loading)} of its blocks are on their way` : "";
+  const where =
+    pin.num_missing || pin.num_loading
+      ? `, ${count(pin.num_missing + pin.num_loading)} of its blocks are on their way`
+      : "";
   const reason = pin.reason ? ` (${pin.reason})` : "";
   return `Pin ${pin.name ?? shortHash(pin.id)} ${pin.outcome}: ${kept} kept in ${pin.tier} or above${where}${reason}.`;
 }
@@ -51,7 +54,11 @@ export function askToPin(prefix, tiers) {
   return ask({
     title: "Pin this prefix?",
     content: [
-      element("p", {}, `All ${counted(prefix.num_tokens, "token")} from the beginning to the end of “${titleOf(prefix)}” stay cached.`),
+      element(
+        "p",
+        {},
+        `All ${counted(prefix.num_tokens, "token")} from the beginning to the end of “${titleOf(prefix)}” stay cached.`,
+      ),
       ...pinFields(tiers, prefix.name),
     ],
     confirm: "Pin",
@@ -63,7 +70,10 @@ export function askToPin(prefix, tiers) {
 export function askToPinPrompt(source, tiers) {
   return ask({
     title: "Pin this prompt?",
-    content: [element("p", {}, "Its full blocks stay cached; those that are missing are computed."), ...pinFields(tiers, null)],
+    content: [
+      element("p", {}, "Its full blocks stay cached; those that are missing are computed."),
+      ...pinFields(tiers, null),
+    ],
     confirm: "Pin",
     submit: (values) => pin(source, values),
   });
@@ -106,7 +116,13 @@ export function askToWarm(source) {
 export function askToCancel(job) {
   return ask({
     title: "Cancel this job?",
-    content: [element("p", {}, `“${job.name ?? job.id}” has done ${count(job.num_prompts_done)} of ${counted(job.num_prompts, "prompt")}; what it computed stays cached.`)],
+    content: [
+      element(
+        "p",
+        {},
+        `“${job.name ?? job.id}” has done ${count(job.num_prompts_done)} of ${counted(job.num_prompts, "prompt")}; what it computed stays cached.`,
+      ),
+    ],
     confirm: "Cancel the job",
     danger: true,
     submit: async () => {
@@ -139,12 +155,21 @@ export function askToClear(tiers, prefix = null) {
   const boxes = tiers
     .filter((tier) => tier.enabled)
     .map((tier) =>
-      element("label", { class: "check" }, element("input", { type: "checkbox", name: "tiers", value: tier.tier, checked: true }), TIER_NAMES[tier.tier]),
+      element(
+        "label",
+        { class: "check" },
+        element("input", { type: "checkbox", name: "tiers", value: tier.tier, checked: true }),
+        TIER_NAMES[tier.tier],
+      ),
     );
   const what = prefix
     ? `The blocks of “${titleOf(prefix)}”, and of everything that continues it, are removed from these tiers.`
     : "Everything that is not pinned and not in use is removed from these tiers, for all tenants unless one is named.";
-  const tenant = field("Tenant", element("input", { name: "tenant", autocomplete: "off", placeholder: "all" }), "the label in the list of prefixes");
+  const tenant = field(
+    "Tenant",
+    element("input", { name: "tenant", autocomplete: "off", placeholder: "all" }),
+    "the label in the list of prefixes",
+  );
   return ask({
     title: prefix ? "Clear this prefix?" : "Clear the cache?",
     content: [
@@ -174,7 +199,13 @@ export function askToClear(tiers, prefix = null) {
 export function askToFlush() {
   return ask({
     title: "Save everything now?",
-    content: [element("p", {}, "Blocks that only the device or the host holds are written to the lowest tier, as before a restart.")],
+    content: [
+      element(
+        "p",
+        {},
+        "Blocks that only the device or the host holds are written to the lowest tier, as before a restart.",
+      ),
+    ],
     confirm: "Save",
     submit: async () => {
       await post("admin/cache/flush", { timeout: 60 }, LONG_MS);
@@ -186,12 +217,21 @@ export function askToFlush() {
 export function askToVerify() {
   return ask({
     title: "Verify all tiers?",
-    content: [element("p", {}, "Every stored block is read and checked. On a large store this takes a while and some disk bandwidth.")],
+    content: [
+      element(
+        "p",
+        {},
+        "Every stored block is read and checked. On a large store this takes a while and some disk bandwidth.",
+      ),
+    ],
     confirm: "Verify",
     submit: async () => {
       const report = await post("admin/cache/verify", {}, 600000);
       const found = report.findings.map((f) => `${f.tier}: ${f.text}${f.repaired ? " (repaired)" : ""}`).join("; ");
-      tell(`${counted(report.num_checked, "block")} checked: ${report.ok ? "all is well" : "not all is well"}${found ? `: ${found}` : ""}.`, report.ok ? "good" : "warning");
+      tell(
+        `${counted(report.num_checked, "block")} checked: ${report.ok ? "all is well" : "not all is well"}${found ? `: ${found}` : ""}.`,
+        report.ok ? "good" : "warning",
+      );
     },
   });
 }

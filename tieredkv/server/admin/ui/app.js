@@ -19,7 +19,16 @@ const THEME = "tieredkv.theme";
 
 const history = new History();
 const overview = new Overview();
-const state = { tiers: [], pins: [], paused: false, failures: 0, downSince: null, turn: 0, asksForKey: true, tenant: false };
+const state = {
+  tiers: [],
+  pins: [],
+  paused: false,
+  failures: 0,
+  downSince: null,
+  turn: 0,
+  asksForKey: true,
+  tenant: false,
+};
 
 const charts = {
   fill: new TimeChart(byId("chart-fill"), {
@@ -32,7 +41,12 @@ const charts = {
     title: "Flow between the tiers, restored upwards, spilled downwards",
     series: [
       ...["host", "disk"].map((tier) => ({ label: `up from ${tier}`, tone: tier, of: (row) => row.up[tier] })),
-      ...["host", "disk"].map((tier) => ({ label: `down into ${tier}`, tone: tier, dash: true, of: (row) => (row.down[tier] === null ? null : -row.down[tier]) })),
+      ...["host", "disk"].map((tier) => ({
+        label: `down into ${tier}`,
+        tone: tier,
+        dash: true,
+        of: (row) => (row.down[tier] === null ? null : -row.down[tier]),
+      })),
     ],
     format: byteRate,
     signed: true,
@@ -59,13 +73,19 @@ const lists = new Lists(act);
 new Lookup({ tiers: () => state.tiers, act });
 
 function drawCharts() {
+  if (document.hidden) return;
   const now = Date.now() / 1000;
   const span = Number(byId("span").value);
   for (const chart of Object.values(charts)) chart.show(history.rows, now - span, now);
   const latencies = history.latencies();
   const seen = SOURCES.filter((source) => latencies[source]);
-  const notes = seen.map((s) => `${s}: ${counted(latencies[s].count, "request")}, 95 % within ${duration(latencies[s].p95)}`);
-  fill(byId("ttft-note"), notes.map((note) => element("li", {}, note)));
+  const notes = seen.map(
+    (s) => `${s}: ${counted(latencies[s].count, "request")}, 95 % within ${duration(latencies[s].p95)}`,
+  );
+  fill(
+    byId("ttft-note"),
+    notes.map((note) => element("li", {}, note)),
+  );
 }
 
 function say(id, problem, ...content) {
@@ -74,6 +94,11 @@ function say(id, problem, ...content) {
   banner.dataset.problem = problem;
   fill(banner, ...content);
   banner.hidden = !problem;
+}
+
+/** What is for administrators only. */
+function showAdminParts(shown) {
+  for (const id of ["admin-part", "about", "flush", "verify"]) byId(id).hidden = !shown;
 }
 
 /** The server answered something: it is there. */
@@ -93,7 +118,11 @@ function disconnected(error) {
   state.failures += 1;
   state.downSince ??= Date.now() / 1000;
   history.gap(Date.now() / 1000);
-  say("down", String(state.downSince), `${error.message} No numbers since ${clock(state.downSince)}; this page keeps trying.`);
+  say(
+    "down",
+    String(state.downSince),
+    `${error.message} No numbers since ${clock(state.downSince)}; this page keeps trying.`,
+  );
   setText(byId("status"), "no answer");
   byId("status").className = "status down";
   drawCharts();
@@ -106,7 +135,7 @@ function refused(error) {
   say("refused", `${error.status} ${error.message}`, explain(error));
   // A tenant's key opens its own prefixes, pins and jobs, but not the report on all tiers.
   state.tenant = error.status === 403 && savedKey() !== "";
-  byId("admin-part").hidden = true;
+  showAdminParts(false);
   if (error.status === 401 && state.asksForKey && !document.querySelector("dialog[open]")) {
     state.asksForKey = false;
     askForKey();
@@ -119,7 +148,7 @@ async function pollCache() {
   connected();
   say("refused", "");
   state.tenant = false;
-  byId("admin-part").hidden = false;
+  showAdminParts(true);
   state.tiers = report.tiers;
   const now = Date.now() / 1000;
   history.add(now, report);
@@ -143,7 +172,11 @@ async function pollLists() {
     lists.showPins(state.pins);
     if (state.tenant) lists.showJobs((await get("admin/jobs")).jobs);
   } catch (error) {
-    if (!(error instanceof Refused || error instanceof Unreachable)) throw error;
+    if (error instanceof Unreachable) return;
+    if (!(error instanceof Refused)) throw error;
+    state.pins = [];
+    lists.showPins([]);
+    lists.showJobs([]);
   }
 }
 
@@ -158,7 +191,7 @@ async function poll() {
       if (error instanceof Unreachable) disconnected(error);
       else if (error instanceof Refused) {
         refused(error);
-        if (state.tenant) await pollLists();
+        await pollLists();
       } else throw error;
     } finally {
       state.turn += 1;
@@ -173,12 +206,22 @@ function schedule() {
 }
 
 async function askForKey() {
-  const input = element("input", { name: "key", type: "password", autocomplete: "off", spellcheck: "false", value: savedKey() });
+  const input = element("input", {
+    name: "key",
+    type: "password",
+    autocomplete: "off",
+    spellcheck: "false",
+    value: savedKey(),
+  });
   const done = await ask({
     title: "Admin key",
     content: [
       field("Key", input, "It is kept in this tab only, until the tab is closed."),
-      element("p", { class: "quiet" }, "Leave it empty to forget it. A tenant's key shows that tenant's prefixes, pins and jobs."),
+      element(
+        "p",
+        { class: "quiet" },
+        "Leave it empty to forget it. A tenant's key shows that tenant's prefixes, pins and jobs.",
+      ),
     ],
     confirm: "Use it",
     submit: async (values) => saveKey(values.key.trim()),
@@ -216,7 +259,9 @@ byId("span").addEventListener("change", drawCharts);
 byId("clear-all").addEventListener("click", () => act(askToClear(state.tiers)));
 byId("flush").addEventListener("click", () => act(askToFlush()));
 byId("verify").addEventListener("click", () => act(askToVerify()));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => applyTheme(localStorage.getItem(THEME) ?? ""));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
+  applyTheme(localStorage.getItem(THEME) ?? ""),
+);
 
 applyTheme(localStorage.getItem(THEME) ?? "");
 poll();

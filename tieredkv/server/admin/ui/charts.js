@@ -29,7 +29,10 @@ function isPowerOfTen(value) {
  * scale; `binary` has an axis in powers of two; `top` is a fixed upper end.
  */
 export class TimeChart {
-  constructor(mount, { title, series, format, stacked = false, signed = false, log = false, binary = false, top = null }) {
+  constructor(
+    mount,
+    { title, series, format, stacked = false, signed = false, log = false, binary = false, top = null },
+  ) {
     Object.assign(this, { title, series, format, stacked, signed, log, binary, top });
     this._plot = null;
     this._rows = [];
@@ -37,7 +40,13 @@ export class TimeChart {
     this._empty = element("p", { class: "empty" }, "Waiting for the first numbers.");
     this._values = series.map(() => element("span", { class: "value" }, "–"));
     const items = series.map((s, i) =>
-      element("li", {}, element("span", { class: `swatch tone-${s.tone}`, "data-dash": s.dash ? "yes" : null }), s.label, this._values[i]),
+      element(
+        "li",
+        {},
+        element("span", { class: `swatch tone-${s.tone}`, "data-dash": s.dash ? "yes" : null }),
+        s.label,
+        this._values[i],
+      ),
     );
     this._numbers = element("div", { class: "scroll" });
     this._details = element("details", {}, element("summary", {}, "Numbers"), this._numbers);
@@ -82,7 +91,9 @@ export class TimeChart {
     const columns = this.series.map((s) => this._rows.map((row) => this._value(s, row)));
     if (this.stacked) {
       for (let i = 1; i < columns.length; i += 1) {
-        columns[i] = columns[i].map((v, row) => (v === null || columns[i - 1][row] === null ? null : v + columns[i - 1][row]));
+        columns[i] = columns[i].map((v, row) =>
+          v === null || columns[i - 1][row] === null ? null : v + columns[i - 1][row],
+        );
       }
       // The highest is drawn first, the lower ones over it.
       columns.reverse();
@@ -105,11 +116,17 @@ export class TimeChart {
   }
 
   _range() {
-    const values = this._data().slice(1).flat().filter((v) => v !== null);
+    const values = this._data()
+      .slice(1)
+      .flat()
+      .filter((v) => v !== null);
     if (this.log) {
       const positive = values.filter((v) => v > 0);
       if (!positive.length) return [0.001, 1];
-      return [10 ** Math.floor(Math.log10(Math.min(...positive))), 10 ** Math.ceil(Math.log10(Math.max(...positive)) + 0.05)];
+      return [
+        10 ** Math.floor(Math.log10(Math.min(...positive))),
+        10 ** Math.ceil(Math.log10(Math.max(...positive)) + 0.05),
+      ];
     }
     if (this.top !== null) return [0, this.top];
     const high = values.reduce((a, b) => Math.max(a, b), 0);
@@ -144,7 +161,12 @@ export class TimeChart {
         y: { distr: this.log ? 3 : 1, range: () => this._range() },
       },
       axes: [
-        { ...axis, size: 28, space: 80, values: (_, splits) => splits.map((t) => clock(t, this._to - this._from <= 150)) },
+        {
+          ...axis,
+          size: 28,
+          space: 80,
+          values: (_, splits) => splits.map((t) => clock(t, this._to - this._from <= 150)),
+        },
         {
           ...axis,
           size: 74,
@@ -177,11 +199,15 @@ export class TimeChart {
   _writeTable() {
     if (!this._details.open) return;
     const step = Math.max(Math.floor(this._rows.length / TABLE_ROWS), 1);
-    const picked = this._rows.filter((row, i) => row.fill !== null && (this._rows.length - 1 - i) % step === 0).reverse();
-    const rows = picked.slice(0, TABLE_ROWS).map((row) => [
-      clock(row.t),
-      ...this.series.map((s) => (this._value(s, row) === null ? "–" : this.format(Math.abs(this._value(s, row))))),
-    ]);
+    const picked = this._rows
+      .filter((row, i) => row.fill !== null && (this._rows.length - 1 - i) % step === 0)
+      .reverse();
+    const rows = picked
+      .slice(0, TABLE_ROWS)
+      .map((row) => [
+        clock(row.t),
+        ...this.series.map((s) => (this._value(s, row) === null ? "–" : this.format(Math.abs(this._value(s, row))))),
+      ]);
     fill(this._numbers, table(this.title, ["Time", ...this.series.map((s) => `>${s.label}`)], rows));
   }
 }

@@ -34,7 +34,11 @@ function blockTable(blocks) {
     blocks.map((block) => [
       count(block.depth),
       element("code", {}, shortHash(block.hash)),
-      ...TIERS.map((tier) => (block.tiers[tier] ? element("span", { class: "mark" }, element("span", { class: `swatch tone-${tier}` }), block.tiers[tier]) : "–")),
+      ...TIERS.map((tier) =>
+        block.tiers[tier]
+          ? element("span", { class: "mark" }, element("span", { class: `swatch tone-${tier}` }), block.tiers[tier])
+          : "–",
+      ),
       bytes(block.nbytes),
       count(block.num_hits),
       count(block.ref_count),
@@ -46,7 +50,11 @@ function blockTable(blocks) {
 
 /** `view` is the list the branch was opened from: it knows tiers and pins, and `act` refreshes it. */
 export async function openDetail(id, view) {
-  const content = element("div", { class: "detail", "aria-busy": "true" }, element("p", { class: "empty" }, "Loading."));
+  const content = element(
+    "div",
+    { class: "detail", "aria-busy": "true" },
+    element("p", { class: "empty" }, "Loading."),
+  );
   const close = element("button", { type: "button", onclick: () => dialog.close() }, "Close");
   const buttons = element("div", { class: "buttons" });
   const dialog = openDialog("Prefix", content, element("div", { class: "buttons end" }, buttons, close));
@@ -67,19 +75,48 @@ export async function openDetail(id, view) {
     const { prefix, blocks } = detail;
     fill(heading, titleOf(prefix));
     const first = blocks.slice(0, FIRST_BLOCKS);
-    const list = element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Blocks" }, blockTable(first));
-    const rest = blocks.length > first.length
-      ? element("button", { type: "button", onclick: () => { fill(list, blockTable(blocks)); rest.remove(); } }, `Show all ${counted(blocks.length, "block")}`)
-      : null;
+    const list = element(
+      "div",
+      { class: "scroll", tabindex: 0, role: "region", "aria-label": "Blocks" },
+      blockTable(first),
+    );
+    const rest =
+      blocks.length > first.length
+        ? element(
+            "button",
+            {
+              type: "button",
+              onclick: () => {
+                fill(list, blockTable(blocks));
+                rest.remove();
+              },
+            },
+            `Show all ${counted(blocks.length, "block")}`,
+          )
+        : null;
     fill(content, facts(prefix), element("h3", {}, "Blocks"), list, rest);
     fill(
       buttons,
-      element("button", { type: "button", class: "primary", onclick: () => change(askToPin(prefix, view.tiers())) }, "Pin…"),
+      element(
+        "button",
+        { type: "button", class: "primary", onclick: () => change(askToPin(prefix, view.tiers())) },
+        "Pin…",
+      ),
       view
         .pins()
         .filter((pin) => prefix.pins.includes(pin.id))
-        .map((pin) => element("button", { type: "button", onclick: () => change(askToUnpin(pin)) }, `Unpin ${pin.name ?? shortHash(pin.id)}…`)),
-      element("button", { type: "button", class: "danger", onclick: () => change(askToClear(view.tiers(), prefix)) }, "Clear…"),
+        .map((pin) =>
+          element(
+            "button",
+            { type: "button", onclick: () => change(askToUnpin(pin)) },
+            `Unpin ${pin.name ?? shortHash(pin.id)}…`,
+          ),
+        ),
+      element(
+        "button",
+        { type: "button", class: "danger", onclick: () => change(askToClear(view.tiers(), prefix)) },
+        "Clear…",
+      ),
     );
   }
 

@@ -53,7 +53,10 @@ export class History {
       for (const key of Object.keys(counters)) rates[key] = (counters[key] - first.values[key]) / (t - first.t);
     }
     const fill = Object.fromEntries(
-      report.tiers.map((tier) => [tier.tier, tier.capacity_nbytes > 0 ? tier.used_nbytes / tier.capacity_nbytes : null]),
+      report.tiers.map((tier) => [
+        tier.tier,
+        tier.capacity_nbytes > 0 ? tier.used_nbytes / tier.capacity_nbytes : null,
+      ]),
     );
     this.rows.push({
       t,
@@ -75,7 +78,8 @@ export class History {
   /** Take in the time-to-first-token histograms (see `parseLatencies`) that were read at `t`. */
   addLatencies(t, histograms) {
     const last = this._latencies.at(-1);
-    if (last && SOURCES.some((s) => (histograms[s]?.count ?? 0) < (last.histograms[s]?.count ?? 0))) this._latencies = [];
+    if (last && SOURCES.some((s) => (histograms[s]?.count ?? 0) < (last.histograms[s]?.count ?? 0)))
+      this._latencies = [];
     this._latencies.push({ t, histograms });
     while (this._latencies.length > 2 && this._latencies[1].t <= t - TTFT_SPAN_S) this._latencies.shift();
   }

@@ -33,7 +33,9 @@ class Rows {
 function pinRow(first, act) {
   let pin = first;
   const name = element("th", { scope: "row" });
-  const cells = ["outcome", "tokens", "blocks", "size", "tier", "expires"].map((key) => element("td", { class: ["tokens", "blocks", "size"].includes(key) ? "number" : null }));
+  const cells = ["outcome", "tokens", "blocks", "size", "tier", "expires"].map((key) =>
+    element("td", { class: ["tokens", "blocks", "size"].includes(key) ? "number" : null }),
+  );
   const button = element("button", { type: "button", onclick: () => act(askToUnpin(pin)) }, "Unpin");
   const node = element("tr", {}, name, cells, element("td", {}, button));
   return {
@@ -44,8 +46,14 @@ function pinRow(first, act) {
       fill(name, title, element("span", { class: "quiet" }, ` ${pin.tenant}`));
       setText(cells[0], pin.reason ? `${pin.outcome}: ${pin.reason}` : pin.outcome);
       setText(cells[1], `${count(pin.num_pinned_tokens)} of ${count(pin.num_tokens)}`);
-      const absent = [pin.num_loading ? `${count(pin.num_loading)} loading` : null, pin.num_missing ? `${count(pin.num_missing)} missing` : null].filter(Boolean);
-      setText(cells[2], `${count(pin.num_present)} of ${count(pin.num_blocks)}${absent.length ? `, ${absent.join(", ")}` : ""}`);
+      const absent = [
+        pin.num_loading ? `${count(pin.num_loading)} loading` : null,
+        pin.num_missing ? `${count(pin.num_missing)} missing` : null,
+      ].filter(Boolean);
+      setText(
+        cells[2],
+        `${count(pin.num_present)} of ${count(pin.num_blocks)}${absent.length ? `, ${absent.join(", ")}` : ""}`,
+      );
       setText(cells[3], bytes(pin.nbytes));
       setText(cells[4], pin.tier);
       setText(cells[5], until(pin.expires_s));
@@ -63,7 +71,16 @@ function jobRow(first, act) {
   const computed = element("td", { class: "number" });
   const began = element("td", { class: "number" });
   const button = element("button", { type: "button", onclick: () => act(askToCancel(job)) }, "Cancel");
-  const node = element("tr", {}, name, state, element("td", {}, bar, progress), computed, began, element("td", {}, button));
+  const node = element(
+    "tr",
+    {},
+    name,
+    state,
+    element("td", {}, bar, progress),
+    computed,
+    began,
+    element("td", {}, button),
+  );
   return {
     node,
     update(record) {
@@ -71,7 +88,12 @@ function jobRow(first, act) {
       const title = job.name ?? job.id;
       setText(name, title);
       setText(state, job.error ? `${job.state}: ${job.error}` : job.state);
-      const share = job.num_tokens > 0 ? job.num_tokens_done / job.num_tokens : job.num_prompts > 0 ? job.num_prompts_done / job.num_prompts : 0;
+      const share =
+        job.num_tokens > 0
+          ? job.num_tokens_done / job.num_tokens
+          : job.num_prompts > 0
+            ? job.num_prompts_done / job.num_prompts
+            : 0;
       bar.value = share;
       bar.setAttribute("aria-label", `Progress of ${title}`);
       setText(progress, ` ${count(job.num_prompts_done)} of ${count(job.num_prompts)} prompts`);

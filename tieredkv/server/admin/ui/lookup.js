@@ -24,11 +24,16 @@ function source(values) {
 
 function spanBar(report) {
   const spans = report.spans.map((span) => {
-    const part = element("span", { class: `span tone-${TONES[span.where] ?? "none"}`, title: `${count(span.start)} to ${count(span.end)}: ${LABELS[span.where] ?? span.where}` });
+    const part = element("span", {
+      class: `span tone-${TONES[span.where] ?? "none"}`,
+      title: `${count(span.start)} to ${count(span.end)}: ${LABELS[span.where] ?? span.where}`,
+    });
     part.style.flexGrow = span.end - span.start;
     return part;
   });
-  const text = report.spans.map((span) => `tokens ${span.start} to ${span.end} ${LABELS[span.where] ?? span.where}`).join(", ");
+  const text = report.spans
+    .map((span) => `tokens ${span.start} to ${span.end} ${LABELS[span.where] ?? span.where}`)
+    .join(", ");
   return element("div", { class: "spans", role: "img", "aria-label": text }, spans);
 }
 
@@ -59,7 +64,13 @@ export class Lookup {
   _describe(report) {
     const places = ["device", "host", "disk"].map((tier) => [tier, report[`${tier}_tokens`]]);
     const legend = [...places, ["missing", report.computed_tokens]].map(([where, num]) =>
-      element("li", {}, element("span", { class: `swatch tone-${TONES[where]}` }), LABELS[where], element("span", { class: "value" }, counted(num, "token"))),
+      element(
+        "li",
+        {},
+        element("span", { class: `swatch tone-${TONES[where]}` }),
+        LABELS[where],
+        element("span", { class: "value" }, counted(num, "token")),
+      ),
     );
     return [
       spanBar(report),

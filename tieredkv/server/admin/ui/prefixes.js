@@ -1,6 +1,6 @@
 // The prefix tree on the page: pages of it by cursor, filters, and a row a branch.
 
-import { explain, get } from "./api.js";
+import { Refused, explain, get } from "./api.js";
 import { askToClear, askToPin, titleOf } from "./actions.js";
 import { openDetail } from "./detail.js";
 import { byId, element, fill, setText } from "./dom.js";
@@ -22,10 +22,17 @@ const ORDERS = {
 };
 
 /** Blocks by tier, as a coloured mark, a word and a number each. */
-export function tierMarks(byTier) {
+function tierMarks(byTier) {
   const held = TIERS.filter((tier) => byTier[tier] > 0);
   return held.length
-    ? held.map((tier) => element("span", { class: "mark" }, element("span", { class: `swatch tone-${tier}` }), `${tier} ${count(byTier[tier])}`))
+    ? held.map((tier) =>
+        element(
+          "span",
+          { class: "mark" },
+          element("span", { class: `swatch tone-${tier}` }),
+          `${tier} ${count(byTier[tier])}`,
+        ),
+      )
     : "nowhere";
 }
 
@@ -35,13 +42,42 @@ class Row {
     this._toggle = element("button", { type: "button", class: "toggle", onclick: () => view.toggle(this.report) });
     this._name = element("button", { type: "button", class: "link", onclick: () => view.open(this.report.id) });
     this._under = element("span", { class: "quiet" });
-    this._orphan = element("button", { type: "button", class: "link small", onclick: () => view.showParent(this.report) }, "show what it continues");
+    this._orphan = element(
+      "button",
+      { type: "button", class: "link small", onclick: () => view.showParent(this.report) },
+      "show what it continues",
+    );
     this._level = element("span", { class: "hidden" });
-    this._cells = ["tokens", "where", "size", "hits", "used", "pins"].map((name) => element("td", { class: ["where", "pins"].includes(name) ? null : "number" }));
-    this._pin = element("button", { type: "button", onclick: () => view.act(askToPin(this.report, view.tiers())) }, "Pin");
-    this._clear = element("button", { type: "button", onclick: () => view.act(askToClear(view.tiers(), this.report)) }, "Clear");
-    this._head = element("th", { scope: "row" }, element("div", { class: "branch" }, this._toggle, element("div", {}, this._level, this._name, this._under, this._orphan)));
-    this.node = element("tr", {}, this._head, this._cells, element("td", {}, element("div", { class: "buttons" }, this._pin, this._clear)));
+    this._cells = ["tokens", "where", "size", "hits", "used", "pins"].map((name) =>
+      element("td", { class: ["where", "pins"].includes(name) ? null : "number" }),
+    );
+    this._pin = element(
+      "button",
+      { type: "button", onclick: () => view.act(askToPin(this.report, view.tiers())) },
+      "Pin",
+    );
+    this._clear = element(
+      "button",
+      { type: "button", onclick: () => view.act(askToClear(view.tiers(), this.report)) },
+      "Clear",
+    );
+    this._head = element(
+      "th",
+      { scope: "row" },
+      element(
+        "div",
+        { class: "branch" },
+        this._toggle,
+        element("div", {}, this._level, this._name, this._under, this._orphan),
+      ),
+    );
+    this.node = element(
+      "tr",
+      {},
+      this._head,
+      this._cells,
+      element("td", {}, element("div", { class: "buttons" }, this._pin, this._clear)),
+    );
   }
 
   update({ report, level, open, numMissing, isOrphan }) {
@@ -56,17 +92,32 @@ class Row {
     this._toggle.classList.toggle("leaf", report.num_children === 0);
     this._toggle.disabled = report.num_children === 0;
     this._toggle.setAttribute("aria-expanded", report.num_children > 0 && open ? "true" : "false");
-    this._toggle.setAttribute("aria-label", report.num_children ? `${title}: ${counted(report.num_children, "branch", "branches")} below` : `${title} ends here`);
+    this._toggle.setAttribute(
+      "aria-label",
+      report.num_children
+        ? `${title}: ${counted(report.num_children, "branch", "branches")} below`
+        : `${title} ends here`,
+    );
     setText(this._name, title);
     const missing = open && numMissing > 0 ? ` · ${count(numMissing)} more below, not shown` : "";
-    setText(this._under, `${report.name || report.first_words ? `${shortHash(report.id)} · ` : ""}${report.tenant}${report.last_words ? ` · … ${report.last_words}` : ""}${missing}`);
+    setText(
+      this._under,
+      `${report.name || report.first_words ? `${shortHash(report.id)} · ` : ""}${report.tenant}${report.last_words ? ` · … ${report.last_words}` : ""}${missing}`,
+    );
     this._orphan.hidden = !isOrphan;
-    fill(this._cells[0], count(report.num_tokens), element("span", { class: "quiet" }, ` +${count(report.num_own_tokens)}`));
+    fill(
+      this._cells[0],
+      count(report.num_tokens),
+      element("span", { class: "quiet" }, ` +${count(report.num_own_tokens)}`),
+    );
     fill(this._cells[1], tierMarks(report.blocks_by_tier));
     setText(this._cells[2], bytes(report.nbytes));
     setText(this._cells[3], count(report.num_hits));
     const retained = report.priority !== null && report.priority > 35 ? `retained (${report.priority})` : "";
-    setText(this._cells[5], report.pins.length ? (report.pins.length === 1 ? "pinned" : `${report.pins.length} pins`) : retained);
+    setText(
+      this._cells[5],
+      report.pins.length ? (report.pins.length === 1 ? "pinned" : `${report.pins.length} pins`) : retained,
+    );
     this._pin.setAttribute("aria-label", `Pin ${title}`);
     this._clear.setAttribute("aria-label", `Clear ${title}`);
   }
@@ -127,7 +178,12 @@ export class Prefixes {
         if (!cursor) break;
       }
     } catch (error) {
-      if (turn === this._turn) this._say(explain(error));
+      if (turn !== this._turn) return;
+      // What another key was allowed to see is not left on the screen.
+      if (error instanceof Refused && [401, 403].includes(error.status)) this._tree.replace([]);
+      this._render();
+      byId("prefix-empty").hidden = true;
+      this._say(explain(error));
       return;
     }
     if (turn !== this._turn) return;
@@ -179,13 +235,20 @@ export class Prefixes {
     }
     for (const [id, row] of this._rows) if (!kept.has(id)) row.node.remove();
     this._rows = kept;
-    const filtered = Object.entries(this._query(null)).some(([name, value]) => !["limit", "cursor"].includes(name) && value);
+    const filtered = Object.entries(this._query(null)).some(
+      ([name, value]) => !["limit", "cursor"].includes(name) && value,
+    );
     // A server with very many does not count them.
     const all = this._total === null ? "more branches" : counted(this._total, "branch", "branches");
     setText(byId("prefix-count"), rows.length ? `${count(this._tree.size)} of ${all}` : "");
     const empty = byId("prefix-empty");
     empty.hidden = rows.length > 0;
-    setText(empty, filtered ? "No branch fits these filters." : "Nothing cached yet: send a request whose prompt fills at least one block.");
+    setText(
+      empty,
+      filtered
+        ? "No branch fits these filters."
+        : "Nothing cached yet: send a request whose prompt fills at least one block.",
+    );
     byId("prefix-table").hidden = rows.length === 0;
   }
 
@@ -223,4 +286,3 @@ export class Prefixes {
     return false;
   }
 }
-

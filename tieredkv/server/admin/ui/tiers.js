@@ -14,7 +14,13 @@ class TierCard {
     this._pinned = element("div", { class: "bar pinned" });
     this._meter = element(
       "div",
-      { class: "meter", role: "meter", "aria-label": `${NAMES[tier]} occupancy`, "aria-valuemin": 0, "aria-valuemax": 100 },
+      {
+        class: "meter",
+        role: "meter",
+        "aria-label": `${NAMES[tier]} occupancy`,
+        "aria-valuemin": 0,
+        "aria-valuemax": 100,
+      },
       this._bar,
       this._pinned,
     );
@@ -103,8 +109,16 @@ export class Overview {
       this._cards.get(tier.tier).update(tier);
     }
     const busy = report.num_requests_running + report.num_requests_waiting + report.num_requests_restoring;
-    this._figure("From the cache, last minute", percent(hitShare), hitShare === null ? "no prompts" : "of prompt tokens");
-    this._figure("Prefill saved", duration(report.seconds_saved), `for ${duration(report.seconds_spent)} of waiting for restores`);
+    this._figure(
+      "From the cache, last minute",
+      percent(hitShare),
+      hitShare === null ? "no prompts" : "of prompt tokens",
+    );
+    this._figure(
+      "Prefill saved",
+      duration(report.seconds_saved),
+      `for ${duration(report.seconds_spent)} of waiting for restores`,
+    );
     this._figure(
       "Requests",
       count(busy),
@@ -114,12 +128,17 @@ export class Overview {
     this._figure("Up for", duration(report.uptime_s), `${counted(report.num_pins, "pin")}`);
     setText(byId("model"), report.model);
     const gate = report.gate;
-    const pays = Object.entries(gate.pays_from_tokens).map(([tier, tokens]) => `${tier} ${tokens === null ? "does not" : `from ${counted(tokens, "token")}`}`);
+    const pays = Object.entries(gate.pays_from_tokens).map(
+      ([tier, tokens]) => `${tier} ${tokens === null ? "does not" : `from ${counted(tokens, "token")}`}`,
+    );
     fill(
       byId("about"),
       fact("Cost gate", gate.verdict),
       fact("Restoring pays", pays.join(", ") || "not measured yet"),
-      fact("Prefill", gate.prefill_tokens_per_s === null ? "not measured yet" : `${compact(gate.prefill_tokens_per_s)} tokens/s`),
+      fact(
+        "Prefill",
+        gate.prefill_tokens_per_s === null ? "not measured yet" : `${compact(gate.prefill_tokens_per_s)} tokens/s`,
+      ),
       fact("Block", `${counted(report.block_size, "token")}, ${bytes(report.block_nbytes)}`),
       fact("Smallest hit", counted(report.min_hit_tokens, "token")),
       fact("Namespace", element("code", {}, shortHash(report.namespace))),

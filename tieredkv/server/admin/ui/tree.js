@@ -59,7 +59,13 @@ export class Tree {
       const [report, level] = pending.pop();
       const own = children.get(report.id) ?? [];
       const open = this.isOpen(report.id);
-      rows.push({ report, level, open, numMissing: report.num_children - own.length, isOrphan: level === 1 && report.parent !== null });
+      rows.push({
+        report,
+        level,
+        open,
+        numMissing: report.num_children - own.length,
+        isOrphan: level === 1 && report.parent !== null,
+      });
       if (open) for (const child of [...own].reverse()) pending.push([child, level + 1]);
     }
     return rows;
