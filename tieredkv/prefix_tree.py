@@ -25,7 +25,7 @@ from tieredkv.storage.tier import NEVER
 from tieredkv.tier_faces import LOADING, BlockInfo
 from tieredkv.types import Tier
 
-MAX_READS = 50_000
+MAX_READS = 20_000
 """Blocks looked at for one page; about a tenth of a second's work."""
 MAX_TO_COUNT = 10_000
 """Blocks up to which all branches are counted for every page."""
@@ -47,15 +47,6 @@ class View:
     in_flight: Mapping[bytes, Mapping[Tier, str]]
     coming: Sequence[BlockInfo]
     block_nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """Its own blocks, head first, and what it continues."""
-
-    hashes: list[bytes]
-    parent: bytes | None
-    num_children: int
 
 
 @dataclass(slots=True)
@@ -123,6 +114,16 @@ class _Block:
         return self.row
 
 
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Its own blocks, head first, and what it continues."""
+
+    hashes: list[bytes]
+    blocks: list[_Block]
+    parent: bytes | None
+    num_children: int
+
+
 def unpack_tokens(packed: bytes) -> list[int]:
     """Token ids from unsigned 32-bit little endian."""
     if array("I").itemsize == 4 and int.from_bytes(array("I", [1]).tobytes(), "little") == 1:
@@ -158,7 +159,10 @@ class PrefixTree:
                 return page
             if num_children is None or num_children == 1:
                 continue
-            report = self.report(self._branch(block_hash, num_children))
+            branch = self.branch(block_hash)
+            if branch is None:
+                continue
+            report = self.report(branch)
             if not accept(report):
                 continue
             num_total += 1
@@ -202,35 +206,32 @@ class PrefixTree:
         row = self._listing.row(block_hash) if self._listing is not None else None
         return None if node is None and row is None else _Block(node, row)
 
-    def num_children(self, block_hash: bytes) -> int:
-        row = self._listing.row(block_hash) if self._listing is not None else None
-        if row is None:
+    def _num_children(self, block_hash: bytes, block: _Block) -> int:
+        if block.row is None:
             return len(self._children.get(block_hash, ()))
-        return row.num_children + self._num_only_near(block_hash)
+        return block.row.num_children + self._num_only_near(block_hash)
 
     def branch(self, block_hash: bytes) -> Branch | None:
         """The branch up to this block, be it the branch's end or not; None if the block lies nowhere."""
-        if self._find(block_hash) is None:
-            return None
-        return self._branch(block_hash, self.num_children(block_hash))
+        block = self._find(block_hash)
+        return None if block is None else self._branch(block_hash, block)
 
-    def _branch(self, last: bytes, num_children: int) -> Branch:
-        own: list[bytes] = []
-        at = last
-        while True:
-            block = self._find(at)
-            if block is None:
+    def _branch(self, last: bytes, block: _Block) -> Branch:
+        """Walks up from `last`, one look at each block."""
+        num_children = self._num_children(last, block)
+        hashes, blocks, parent = [last], [block], None
+        while block.depth:
+            above = self._find(block.parent)
+            if above is None:
+                # The blocks before these have gone; what is left cannot be hit, but it is there.
                 break
-            own.append(at)
-            if not block.depth:
-                return Branch(own[::-1], None, num_children)
-            if self._find(block.parent) is None:
+            if self._num_children(block.parent, above) != 1:
+                parent = block.parent
                 break
-            if self.num_children(block.parent) != 1:
-                return Branch(own[::-1], block.parent, num_children)
-            at = block.parent
-        # The blocks before these have gone; what is left cannot be hit, but it is there.
-        return Branch(own[::-1], None, num_children)
+            hashes.append(block.parent)
+            blocks.append(above)
+            block = above
+        return Branch(hashes[::-1], blocks[::-1], parent, num_children)
 
     def about(self, root: bytes) -> Root | None:
         """What is known of a root."""
@@ -307,12 +308,11 @@ class PrefixTree:
         return None
 
     def report(self, branch: Branch) -> PrefixReport:
-        found = [(h, block) for h in branch.hashes if (block := self._find(h)) is not None]
-        blocks = [block for _, block in found]
+        blocks = branch.blocks
         first, last = blocks[0], blocks[-1]
         by_tier = dict.fromkeys(Tier, 0)
         pins: dict[str, None] = {}
-        for block_hash, block in found:
+        for block_hash, block in zip(branch.hashes, blocks, strict=True):
             for tier in block.tiers():
                 by_tier[tier] += 1
             pins.update(dict.fromkeys(self._view.pins.get(block_hash, ())))
