@@ -130,6 +130,9 @@ class EngineCore:
         self.meanwhile: Callable[[], None] = lambda: None
         self._sequences: dict[str, Sequence] = {}
         self._outputs: list[EngineOutput] = []
+        # Times between tokens that the metrics have not been told: with many sequences that takes a millisecond, which is to
+        # be had while the device computes.
+        self._gaps_s: list[float] = []
         metrics.watch(lambda: report(self.pool, block_nbytes, self.tiers))
         # Over all requests since the start: where their prompts came from, and what that is estimated to have saved.
         self.token_totals = TokenSources()
@@ -203,6 +206,8 @@ class EngineCore:
         except Exception as error:
             self._fail(parts, error)
         self.is_stalled = not parts
+        if not (self._overlaps and self.scheduler.has_work):
+            self._report_gaps()
         if parts:
             num_tokens = sum(part.num_new for part in parts)
             seconds = self._clock() - began_s
@@ -284,6 +289,7 @@ class EngineCore:
             self.meanwhile()
             if self.tiers is not None:
                 self.tiers.work_ahead()
+            self._report_gaps()
         tokens = running.result()
         if len(tokens) != len(batch.sampled):
             raise InvariantError(f"{len(tokens)} tokens for {len(batch.sampled)} sequences")
@@ -302,7 +308,7 @@ class EngineCore:
             admitted_s = sequence.first_scheduled_s if sequence.first_scheduled_s is not None else now_s
             self.metrics.first_token(now_s - request.arrival_s, now_s - admitted_s, _sources(sequence))
         else:
-            self.metrics.next_token(now_s - sequence.last_token_s)
+            self._gaps_s.append(now_s - sequence.last_token_s)
         sequence.last_token_s = now_s
         reason = self._finish_reason(sequence, token.token_id)
         logprobs = None if token.logprob is None else [token.logprob]
@@ -369,6 +375,11 @@ class EngineCore:
                     self.metrics.admitted(sources, self._clock() - sequence.request.arrival_s, saved_s)
                 else:
                     self.metrics.readmitted(sequence.num_tokens - part.start)
+
+    def _report_gaps(self) -> None:
+        gaps_s, self._gaps_s = self._gaps_s, []
+        for gap_s in gaps_s:
+            self.metrics.next_token(gap_s)
 
     def _report_gauges(self) -> None:
         used = self.pool.num_usable - self.pool.num_free
