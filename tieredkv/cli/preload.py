@@ -7,6 +7,7 @@ prompts become blocks is `tieredkv.preload`'s business.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import json
 import os
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from tieredkv.models import LoadedModel
     from tieredkv.preload import Entry, Plan
     from tieredkv.preloader import Preloader, Progress
-    from tieredkv.request_log import LogReport
 
 EXIT_INCOMPLETE = 1
 HELP = """Compute the prompts of FILE into a store, so that servers with this store and model never compute them.
@@ -197,7 +197,7 @@ class _Run:
                 budget_nbytes=budget_nbytes,
                 min_hits=min_hits,
             )
-        self._result["log"] = _log_as_json(report)
+        self._result["log"] = dataclasses.asdict(report)
 
     def preload(self, file: Path, *, dry_run: bool) -> int:
         """Plan, and unless it is a dry run compute; returns the exit code."""
@@ -237,8 +237,6 @@ class _Run:
         return EXIT_INCOMPLETE if lacking or refused or self._result.get("problem") else 0
 
     def _compute(self, plan: Plan, room: int) -> None:
-        import dataclasses
-
         from tieredkv.build import build_core, load_runner
         from tieredkv.preloader import Preloader
         from tieredkv.server.display import LoadProgress
@@ -329,12 +327,6 @@ class _Run:
         else:
             show(self._result)
         return code
-
-
-def _log_as_json(report: LogReport) -> dict[str, Any]:
-    import dataclasses
-
-    return dataclasses.asdict(report)
 
 
 def _entry_as_json(entry: Entry, num_stored: int, plan: Plan) -> dict[str, Any]:
