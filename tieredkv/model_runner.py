@@ -1,4 +1,4 @@
-"""Runs batches: sizes and owns the pool, drives the model from outside, samples.
+"""Runs batches: owns the pool, drives the model from outside, samples.
 
 The model is a transformers module that attends through `attention.paged_attention`; all new tokens of all sequences go
 through it as one row. On a CPU the step attends in plain torch. On CUDA it attends through the kernels, its arrays go up in
@@ -27,13 +27,14 @@ import torch
 from tieredkv import fused, models
 from tieredkv.attention import AttentionStep, KVBatch, register
 from tieredkv.batch import Batch, SampledToken, build_batch
-from tieredkv.config import Config, format_size
-from tieredkv.cuda_graphs import Capture, CudaCapture, DecodeGraphs, graphs_nbytes
-from tieredkv.errors import ConfigError, UnsupportedModelError
+from tieredkv.config import Config
+from tieredkv.cuda_graphs import Capture, CudaCapture, DecodeGraphs
+from tieredkv.errors import UnsupportedModelError
 from tieredkv.kernel_step import MOST_HEAD_DIM, KernelOps, KernelStep, ops_for
 from tieredkv.models import LoadedModel
 from tieredkv.pool import KVPool
-from tieredkv.runtime import free_memory_nbytes, num_cores
+from tieredkv.pool_plan import most_blocks, plan_num_blocks, synthetic_batch
+from tieredkv.runtime import num_cores
 from tieredkv.sampler import Sampler
 from tieredkv.sequence import ScheduledSequence, Sequence
 from tieredkv.staging import StepTensors, UploadRing, events_of
@@ -41,7 +42,6 @@ from tieredkv.types import EngineRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_CPU_POOL_MOST_NBYTES = 4 * 1024**3
 _WARM_UP_TOKENS = 512
 _CHECK_TOKENS = 40
 # Two sequences side by side: prefill beside prefill, decode beside prefill, decode beside decode.
@@ -97,7 +97,7 @@ class ModelRunner:
         self._path = _HostPath() if ops is None else _KernelPath(ops, loaded.device)
         self._prepared = _prepare(loaded, self._path)
         self.forward = self._prepared.forward
-        self.num_blocks = plan_num_blocks(loaded, config, self.forward, self._path)
+        self.num_blocks = plan_num_blocks(loaded, config, lambda batch, pool: self._path.run(self.forward, batch, pool))
         self.pool = KVPool(loaded.layout, self.num_blocks, loaded.device, loaded.dtype)
         self._graphs = self._make_graphs(config, capture)
         self._sampler = Sampler(config.model.seed)
@@ -132,7 +132,7 @@ class ModelRunner:
         # Kernels that are interpreted have nothing to warm up.
         if self.device.type == "cuda" or isinstance(self._path, _HostPath):
             num_tokens = min(_WARM_UP_TOKENS, self.loaded.max_model_len)
-            self._path.run(self.forward, *_synthetic_batch(self.loaded, num_tokens, num_tokens))
+            self._path.run(self.forward, *synthetic_batch(self.loaded, num_tokens, num_tokens))
         if self._graphs is not None:
             try:
                 self._graphs.capture_all()
@@ -156,7 +156,7 @@ class ModelRunner:
             lambda step: path.run_step(self.forward, step, len(step.context_lens), self.pool),
             capture,
             max_num_seqs=config.scheduler.max_num_seqs,
-            max_blocks=_most_blocks(loaded, config, self.num_blocks),
+            max_blocks=most_blocks(loaded, config, self.num_blocks),
             vocab_size=loaded.vocab_size,
             dtype=loaded.dtype,
             device=loaded.device,
@@ -319,75 +319,3 @@ def _check_prompt(vocab_size: int) -> list[int]:
     """A fixed pseudo-random prompt of `_CHECK_TOKENS` ids."""
     ids: list[int] = np.random.default_rng(0).integers(0, vocab_size, _CHECK_TOKENS).tolist()
     return ids
-
-
-def plan_num_blocks(loaded: LoadedModel, config: Config, forward: Forward, path: _Path) -> int:
-    """How many blocks the pool gets, the null block included. Raises `ConfigError` when not one usable block fits."""
-    cache = config.cache
-    if cache.num_gpu_blocks_override is not None:
-        return cache.num_gpu_blocks_override
-    block_nbytes = loaded.layout.block_nbytes
-    if cache.kv_cache_memory is not None:
-        room, key = cache.kv_cache_memory, "kv_cache_memory"
-        num_blocks = room // block_nbytes
-    else:
-        room = _room_nbytes(loaded, config, forward, path)
-        key = "gpu_memory_utilization" if loaded.device.type == "cuda" else "kv_cache_memory"
-        most_useful = 1 + config.scheduler.max_num_seqs * -(-loaded.max_model_len // cache.block_size)
-        num_blocks = min(room // block_nbytes, most_useful)
-    if num_blocks < 2:
-        raise ConfigError(
-            f"{format_size(room)} for the block pool is less than two blocks of {format_size(block_nbytes)}", key=key
-        )
-    return num_blocks
-
-
-def _room_nbytes(loaded: LoadedModel, config: Config, forward: Forward, path: _Path) -> int:
-    """Bytes that the pool may take where the user named no size."""
-    if loaded.device.type != "cuda":
-        return min(free_memory_nbytes() // 4, _CPU_POOL_MOST_NBYTES)
-    free, total = torch.cuda.mem_get_info(loaded.device)
-    used = total - free
-    graphs = 0
-    if not config.model.enforce_eager:
-        max_blocks = -(-loaded.max_model_len // config.cache.block_size)
-        graphs = graphs_nbytes(config.scheduler.max_num_seqs, max_blocks, loaded.vocab_size, loaded.dtype)
-    room = int(total * config.cache.gpu_memory_utilization) - used - graphs
-    return max(room - _activation_nbytes(loaded, config, forward, path), 0)
-
-
-@torch.inference_mode()
-def _activation_nbytes(loaded: LoadedModel, config: Config, forward: Forward, path: _Path) -> int:
-    """Peak bytes that the largest step takes beside weights and pool, found by running one on the GPU."""
-    num_tokens = config.scheduler.max_num_batched_tokens
-    batch, pool = _synthetic_batch(loaded, num_tokens, min(num_tokens, loaded.max_model_len))
-    torch.cuda.synchronize(loaded.device)
-    torch.cuda.reset_peak_memory_stats(loaded.device)
-    before = torch.cuda.memory_allocated(loaded.device)
-    path.run(forward, batch, pool)
-    torch.cuda.synchronize(loaded.device)
-    return torch.cuda.max_memory_allocated(loaded.device) - before + pool.nbytes
-
-
-def _most_blocks(loaded: LoadedModel, config: Config, num_blocks: int) -> int:
-    """Blocks of the longest sequence that can run."""
-    longest = min(loaded.max_model_len, config.model.max_model_len or loaded.max_model_len)
-    return min(-(-longest // config.cache.block_size), num_blocks - 1)
-
-
-def _synthetic_batch(loaded: LoadedModel, num_tokens: int, longest: int) -> tuple[Batch, KVPool]:
-    """A prefill of `num_tokens` in sequences of at most `longest` tokens, and a pool of its own for it.
-
-    The sequences share their blocks: what is computed means nothing.
-    """
-    block_size = loaded.layout.block_size
-    num_blocks = -(-longest // block_size)
-    pool = KVPool(loaded.layout, 1 + num_blocks, loaded.device, loaded.dtype)
-    scheduled = []
-    for start in range(0, num_tokens, longest):
-        num_new = min(longest, num_tokens - start)
-        sequence = Sequence(EngineRequest("synthetic", [0] * num_new, SamplingParams()), b"")
-        sequence.block_ids = array("i", range(1, 1 + num_blocks))
-        scheduled.append(ScheduledSequence(sequence, 0, num_new))
-    scheduled.sort(key=lambda part: part.num_new != 1)
-    return build_batch(scheduled, block_size), pool

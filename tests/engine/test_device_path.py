@@ -21,12 +21,14 @@ from tests.engine.test_model_runner import BLOCK_SIZE, load, run_at_random, sequ
 from tests.engine.truth import greedy, random_prompt, stock_model, stock_tokens
 from tests.models_for_tests import ARCHITECTURES, WINDOWED, build, config_of
 from tests.naive_kernels import OPS
+from tieredkv import pool_plan
 from tieredkv.attention import register
 from tieredkv.batch import build_batch
 from tieredkv.build import build_core, load_runner
 from tieredkv.config import Config
 from tieredkv.cuda_graphs import graph_sizes, graphs_nbytes
 from tieredkv.errors import UnsupportedModelError
+from tieredkv.layout import KVLayout
 from tieredkv.model_runner import ModelRunner
 from tieredkv.models import adopt_model
 from tieredkv.sequence import ScheduledSequence, Sequence
@@ -289,3 +291,30 @@ def test_a_step_is_launched_and_then_awaited(folder, arch):
     (token,) = running.result()
     assert token.token_id == expected_logits(folder(arch), sequence.token_ids)[-1].argmax().item()
     assert runner.launch(build_batch([ScheduledSequence(sequence, 0, 10)], BLOCK_SIZE)).result() == []
+
+
+# The pool's size
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_the_pool_takes_what_a_gpu_has_left(eager, monkeypatch):
+    gib = 1024**3
+    layout = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+    loaded = SimpleNamespace(
+        device=torch.device("cuda", 0), layout=layout, max_model_len=131072, vocab_size=128256, dtype=torch.bfloat16
+    )
+    chosen = Config.load({"max_num_seqs": 64, "enforce_eager": eager})
+    allocated = iter((20 * gib, 22 * gib))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * gib, 100 * gib))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(allocated))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(allocated))
+    monkeypatch.setattr(pool_plan, "synthetic_batch", lambda *_: ("batch", SimpleNamespace(nbytes=gib)))
+    ran = []
+    num_blocks = pool_plan.plan_num_blocks(loaded, chosen, lambda batch, pool: ran.append(batch))
+    graphs = 0 if eager else graphs_nbytes(64, 8192, 128256, torch.bfloat16)
+    assert ran == ["batch"]
+    # 90 of 100 GiB, less 20 in use, 2 of activations, 1 for the trial's pool, and the graphs.
+    assert num_blocks == (67 * gib - graphs) // layout.block_nbytes
+    assert pool_plan.most_blocks(loaded, chosen, num_blocks) == 8192

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, GraniteConfig
 
 from tests.models_for_tests import ARCHITECTURES, WINDOWED, build
-from tieredkv import fused, model_runner, runtime
+from tieredkv import fused, pool_plan, runtime
 from tieredkv.batch import build_batch
 from tieredkv.config import Config
 from tieredkv.errors import ConfigError, UnsupportedModelError
@@ -196,7 +196,7 @@ class TestPoolSize:
 
     def test_default_takes_a_quarter_of_free_memory_at_most(self, folder, monkeypatch):
         loaded, chosen = load(folder("llama"), num_gpu_blocks_override=None, max_num_seqs=2000)
-        monkeypatch.setattr(model_runner, "free_memory_nbytes", lambda: 2**26)
+        monkeypatch.setattr(pool_plan, "free_memory_nbytes", lambda: 2**26)
         assert 2**24 - loaded.layout.block_nbytes < ModelRunner(loaded, chosen).pool.nbytes <= 2**24
         assert runtime.free_memory_nbytes() > 0
 

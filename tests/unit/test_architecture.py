@@ -33,7 +33,7 @@ ROWS = {
         "transport",
     ],
     7: ["core"],
-    6: ["model_runner"],
+    6: ["model_runner", "pool_plan"],
     5: [
         "attention",
         "fused",
