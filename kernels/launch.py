@@ -61,7 +61,7 @@ _PREFILL: dict[tuple[int, int], dict[int, tuple[int, int, int, int]]] = {
     (2, 128): {80: (128, 32, 8, 3), 90: (128, 128, 8, 3), 120: (128, 32, 8, 3)},
     (2, 256): {80: (64, 32, 8, 3), 90: (128, 32, 8, 3), 120: (64, 32, 8, 3)},
     (4, 64): {80: (32, 16, 8, 3)},
-    (4, 128): {80: (32, 16, 8, 3)},
+    (4, 128): {80: (32, 16, 8, 2)},
     (4, 256): {80: (32, 16, 8, 3)},
 }
 # Masks and caps of the options take registers that the widest tile does not leave.
