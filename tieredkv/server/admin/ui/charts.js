@@ -53,7 +53,8 @@ export class TimeChart {
     this._details.addEventListener("toggle", () => this._writeTable());
     this._mount = mount;
     fill(mount, this._canvas, this._empty, element("ul", { class: "legend" }, items), this._details);
-    new ResizeObserver(() => this._plot?.setSize({ width: this._width(), height: HEIGHT })).observe(this._canvas);
+    const resize = () => this._plot?.setSize({ width: this._width(), height: HEIGHT });
+    new ResizeObserver(() => requestAnimationFrame(resize)).observe(this._canvas);
   }
 
   /** Colours changed: build the plot anew. */
