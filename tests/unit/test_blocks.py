@@ -100,6 +100,50 @@ def test_misuse_is_an_invariant_error():
     pool.check_integrity([committed])
 
 
+def test_kept_blocks_are_never_taken_until_they_are_given_up():
+    pool = BlockPool(9)
+    pool.keep(digest(1))
+    pool.release(chain(pool, 0, 4))
+    pool.keep(digest(0))
+    assert (pool.num_free, pool.num_kept) == (6, 2)
+    pool.take(6)
+    with pytest.raises(InvariantError):
+        pool.take(1)
+    assert [pool.find(digest(i)) is not None for i in range(4)] == [True, True, False, False]
+    with pytest.raises(InvariantError):
+        pool.forget(pool.find(digest(0)))
+    for i in (1, 0):
+        pool.unkeep(digest(i))
+    pool.take(1)
+    assert [pool.find(digest(i)) is not None for i in range(2)] == [True, False]
+
+
+def test_a_held_block_that_is_kept_meanwhile_does_not_go_back_to_its_place():
+    pool = BlockPool(5)
+    (block_id,) = ids = chain(pool, 0, 1)
+    pool.release(ids)
+    holds = pool.hold(ids)
+    pool.keep(digest(0))
+    pool.end_hold(holds)
+    assert list(pool.coldest()) == []
+    pool.take(3)
+    assert pool.find(digest(0)) == block_id
+    pool.check_integrity()
+
+
+def test_low_priorities_are_taken_first_and_a_lowered_chain_shrinks_from_its_end():
+    pool = BlockPool(13)
+    for first, priority in ((0, 60), (10, 5), (20, 35)):
+        for i in range(4):
+            pool.prioritize(digest(first + i), priority)
+        pool.release(chain(pool, first, 4))
+    for i in range(4):
+        pool.prioritize(digest(i), 35)
+    # What was lowered counts as older than what was ordinary all along.
+    order = [pool.hash_of(block_id) for block_id in pool.coldest()]
+    assert order == [digest(i) for i in (13, 12, 11, 10, 3, 2, 1, 0, 23, 22, 21, 20)]
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Owners take, share, commit and release chains; a dict of owners and a dict of contents say what must be findable."""
 
@@ -111,6 +155,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.owned: list[list[int]] = []
         self.content: dict[int, bytes] = {}
         self.held: list = []
+        self.kept: set[bytes] = set()
+        self.pool.retained_limit = 4
 
     @precondition(lambda self: self.pool.num_free > 0)
     @rule(data=st.data())
@@ -168,6 +214,21 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.end_hold(holds)
         self.owned = [c for c in self.owned if c is not ids]
 
+    @rule(number=st.integers(0, 15))
+    def keep(self, number):
+        self.pool.keep(digest(number))
+        self.kept.add(digest(number))
+
+    @rule(number=st.integers(0, 15))
+    def unkeep(self, number):
+        self.pool.unkeep(digest(number))
+        self.kept.discard(digest(number))
+
+    @rule(number=st.integers(0, 15), priority=st.sampled_from([0, 35, 60, 100]))
+    def prioritize(self, number, priority):
+        self.pool.prioritize(digest(number), priority)
+        assert self.pool.priorities.get(digest(number), 35) == priority
+
     @rule()
     def reading_does_not_count_as_use(self):
         order = list(self.pool.coldest())
@@ -187,15 +248,18 @@ class PoolMachine(RuleBasedStateMachine):
     def clear(self):
         used = {b for c in self.owned for b in c}
         removed, in_use = self.pool.clear()
-        assert removed == sum(b not in used for b in self.content)
-        self.content = {b: h for b, h in self.content.items() if b in used}
+        assert removed == sum(b not in used and h not in self.kept for b, h in self.content.items())
+        self.content = {b: h for b, h in self.content.items() if b in used or h in self.kept}
         assert in_use == len(self.content)
 
     @invariant()
     def agrees(self):
         self.pool.check_integrity(b for c in self.owned for b in c)
         used = {b for c in self.owned for b in c}
-        assert self.pool.num_free == self.pool.num_usable - len(used)
+        kept = {b for b, h in self.content.items() if h in self.kept}
+        assert self.pool.num_free == self.pool.num_usable - len(used | kept)
+        assert self.pool.num_kept == len(kept)
+        assert not kept & set(self.pool.coldest())
         assert self.pool.num_committed == len(self.content)
         for block_id, block_hash in self.content.items():
             assert self.pool.find(block_hash) == block_id
