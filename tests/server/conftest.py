@@ -33,7 +33,12 @@ def running_server(engine, admin=None, **settings):
     async def main():
         loops.append(asyncio.get_running_loop())
         tasks.append(asyncio.current_task())
-        await asyncio.gather(*(server.serve(sockets=[sock]) for server, sock in pairs))
+        # `task` is then the only one of the server's own, unless there are two servers.
+        (first, *more) = [server.serve(sockets=[sock]) for server, sock in pairs]
+        async with asyncio.TaskGroup() as group:
+            for each in more:
+                group.create_task(each)
+            await first
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), name="server")
     thread.start()
