@@ -133,13 +133,32 @@ class ModelRunner:
         if self.device.type == "cuda" or isinstance(self._path, _HostPath):
             num_tokens = min(_WARM_UP_TOKENS, self.loaded.max_model_len)
             self._path.run(self.forward, *synthetic_batch(self.loaded, num_tokens, num_tokens))
-        if self._graphs is not None:
+        if self._graphs is not None and isinstance(self._path, _KernelPath):
             try:
                 self._graphs.capture_all()
+                self._check_replay(self._graphs, self._path)
             except Exception as error:
                 # Some models decide on the host what to run, as mixtures of experts do.
                 logger.warning("%s cannot be captured, decodes run eagerly: %s", self.loaded.name, error)
                 self._graphs = None
+
+    def _check_replay(self, graphs: DecodeGraphs, path: _KernelPath) -> None:
+        """Compare a replayed step with the same step run eagerly, in blocks that nobody owns yet. Raises
+        `UnsupportedModelError`.
+        """
+        # Three, where there is room: the fourth row is padding.
+        num = min(3, graphs.sizes[-1], self.num_blocks - 1)
+        parts = []
+        for block_id, token_id in enumerate(_check_prompt(self.loaded.vocab_size)[:num], start=1):
+            sequence = Sequence(EngineRequest("check", [token_id], SamplingParams()), b"")
+            sequence.block_ids = array("i", [block_id])
+            parts.append(ScheduledSequence(sequence, 0, 1))
+        batch = build_batch(parts, self.layout.block_size)
+        replayed = graphs.replay(batch, path.ring).clone()
+        expected = path.run(self.forward, batch, self.pool)
+        deviation = _difference(replayed, expected) / _largest(expected)
+        if not deviation <= self._prepared.tolerance:
+            raise UnsupportedModelError(f"a replay differs from the step it repeats by {deviation:.2g}")
 
     def _nothing_sampled(self) -> list[SampledToken]:
         self._end.synchronize()

@@ -193,6 +193,22 @@ def test_eager_means_eager(folder):
     assert recorder.num_captures == 0
 
 
+def test_a_replay_that_is_wrong_is_found_before_it_serves(folder, caplog):
+    def forgetful(function):
+        function()
+        return lambda: None
+
+    loaded, chosen = load(folder("llama"))
+    runner = ModelRunner(loaded, chosen, ops=OPS, capture=forgetful)
+    with caplog.at_level("WARNING"):
+        runner.warm_up()
+    assert "a replay differs" in caplog.text
+    made = sequences([40])
+    for position, row in run_at_random(runner, made)[0].items():
+        expected = expected_logits(folder("llama"), made[0].token_ids)[position]
+        torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-3)
+
+
 def test_a_model_that_cannot_be_captured_is_served_eagerly(folder, caplog):
     def refuse(function):
         raise RuntimeError("operation not permitted when stream is capturing")
