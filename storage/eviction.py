@@ -53,9 +53,15 @@ class EvictionQueue:
                 return slot
         return None
 
-    def __contains__(self, slot: Slot) -> bool:
-        """Linear; for checks."""
-        return _by_use(slot) in self._heap_of(slot)
+    def missing(self) -> list[Slot]:
+        """Slots that could be evicted but are not in the queue; for checks."""
+        ordinary, retained = set(self._by_use), set(self._retained)
+        found = []
+        for slot in self._slots:
+            present = retained if self._heap_of(slot) is self._retained else ordinary
+            if slot.evictable and _by_use(slot) not in present:
+                found.append(slot)
+        return found
 
     def _heap_of(self, slot: Slot) -> list[_Entry]:
         return self._retained if slot.priority > DEFAULT_PRIORITY else self._by_use

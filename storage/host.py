@@ -353,8 +353,8 @@ class HostArena:
         for slot in findable.values():
             if slot.num_children != children.get(slot.hash, 0):
                 raise InvariantError(f"slot {slot.id} counts {slot.num_children} children")
-            if slot.evictable and slot not in self._queue:
-                raise InvariantError(f"slot {slot.id} could be evicted but is not in the queue")
+        for slot in self._queue.missing():
+            raise InvariantError(f"slot {slot.id} could be evicted but is not in the queue")
         if any(s.forgotten and not s.num_leases for s in self._slots):
             raise InvariantError("a forgotten slot without leases is not free")
         ready = [s for s in by_state[SlotState.READY] if not s.forgotten]

@@ -172,7 +172,7 @@ class Admin:
         detail = await self._look(find)
         if detail is None or scope not in (None, detail.prefix.tenant):
             raise RequestError("there is no such prefix", param="prefix", status=404)
-        return replace(detail, blocks=await self._with_refs(detail.blocks))
+        return replace(detail, blocks=await self._call(lambda core: inspection.complete(core, detail.blocks)))
 
     async def block(self, block_hash: str, *, scope: str | None = None) -> BlockReport:
         """One block. Raises `RequestError` with status 404."""
@@ -180,12 +180,7 @@ class Admin:
         report = await self._look(lambda tree: tree.block(name))
         if report is None or scope not in (None, report.tenant):
             raise RequestError("there is no such block", param="block", status=404)
-        return (await self._with_refs([report]))[0]
-
-    async def _with_refs(self, blocks: list[BlockReport]) -> list[BlockReport]:
-        hashes = [bytes.fromhex(block.hash) for block in blocks]
-        counts = await self._call(lambda core: inspection.ref_counts(core, hashes))
-        return [replace(block, ref_count=count) for block, count in zip(blocks, counts, strict=True)]
+        return (await self._call(lambda core: inspection.complete(core, [report])))[0]
 
     async def lookup(self, token_ids: list[int], *, tenant: bytes) -> LookupReport:
         """What a request with these prompt tokens would find; changes nothing."""

@@ -65,9 +65,10 @@ def remove(core: EngineCore, hashes: Sequence[bytes], tiers: Collection[Tier]) -
     return done
 
 
-def demote(core: EngineCore, hashes: Sequence[bytes], tier: Tier, stored: Collection[bytes]) -> Slice:
+def demote(core: EngineCore, hashes: Sequence[bytes], tier: Tier, stored: Collection[bytes], held: set[bytes]) -> Slice:
     """Remove blocks, children before parents, from the device or the host tier where a lower tier holds them; see to it that it
-    will hold the others. `stored` are those that the disk holds.
+    will hold the others. `stored` are those that the disk holds, `held`, which grows, those with a child that waits: nothing
+    is copied down whose beginning has gone.
     """
     done = Slice()
     moving = in_flight(core)
@@ -76,11 +77,17 @@ def demote(core: EngineCore, hashes: Sequence[bytes], tier: Tier, stored: Collec
     for block_hash in hashes:
         if not _is_in(core, block_hash, tier):
             continue
-        below = block_hash in stored or (tier is Tier.DEVICE and tiers is not None and block_hash in tiers.host)
-        if below:
-            _remove(core, block_hash, tier, "demoted", done, moving)
-        else:
+        in_host = tiers is not None and tiers.host.keeps and block_hash in tiers.host
+        below = block_hash in stored or (tier is Tier.DEVICE and in_host)
+        node = core.branches.node(block_hash)
+        if node is not None and (not below or block_hash in held):
+            held.add(node.parent)
+        if not below:
             missing.append(block_hash)
+        elif block_hash in held:
+            done.waiting += 1
+        else:
+            _remove(core, block_hash, tier, "demoted", done, moving)
     if tiers is not None and missing:
         tiers.spiller.removed_from_disk(missing)
         tiers.spiller.used(missing)

@@ -170,6 +170,8 @@ class ThreadedDisk:
                     self._write_rate.measure(job.nbytes, job.run_s)
                 results += map(StoreResult, (record.hash for record in job.records), job.outcomes)
         results += self._workers.store.take_changes()
+        # Those that belong to blocks which are stored already.
+        self._flush_labels()
         return results
 
     def close(self, timeout_s: float) -> bool:

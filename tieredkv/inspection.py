@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tieredkv.clearing import in_flight
 from tieredkv.core import EngineCore
 from tieredkv.errors import InvariantError
 from tieredkv.gate import CostGate
 from tieredkv.prefix_tree import View
-from tieredkv.reports import CacheReport, GateReport, LookupReport, LookupSpan, TierReport
-from tieredkv.types import Tier
+from tieredkv.reports import BlockReport, CacheReport, GateReport, LookupReport, LookupSpan, TierReport
+from tieredkv.storage.tier import NEVER
+from tieredkv.types import DEFAULT_PRIORITY, Tier
 
 # The longest prefix, in blocks, for which it is asked whether bringing it up pays.
 _MOST_BLOCKS = 1 << 16
@@ -37,10 +38,25 @@ def take_view(core: EngineCore) -> View:
     return View(core.branches.snapshot(), core.pins.by_block(), in_flight(core), coming, core.block_nbytes)
 
 
-def ref_counts(core: EngineCore, hashes: Sequence[bytes]) -> list[int]:
-    """How many requests and copies use each of these blocks on the device."""
-    found = map(core.pool.find, hashes)
-    return [0 if block_id is None else core.pool.ref_count(block_id) for block_id in found]
+def complete(core: EngineCore, blocks: Sequence[BlockReport]) -> list[BlockReport]:
+    """Add what only the engine thread knows: how many requests and copies use each block on the device, and for how long it is
+    retained.
+    """
+    done = []
+    for block in blocks:
+        block_hash = bytes.fromhex(block.hash)
+        block_id = core.pool.find(block_hash)
+        priority, expires_us = core.retentions.rank(block_hash)
+        known = block.priority is not None and priority == DEFAULT_PRIORITY
+        done.append(
+            replace(
+                block,
+                ref_count=0 if block_id is None else core.pool.ref_count(block_id),
+                priority=block.priority if known else priority,
+                expires_s=block.expires_s if known or expires_us == NEVER else expires_us / 1e6,
+            )
+        )
+    return done
 
 
 def save_some(core: EngineCore) -> int | None:

@@ -350,7 +350,7 @@ class PrefixTree:
         return self._decode(token_ids[-WORDS_OF_TOKENS:] if from_end else token_ids[:WORDS_OF_TOKENS])
 
     def block(self, block_hash: bytes) -> BlockReport | None:
-        """One block, its tokens only where text may be shown; `ref_count` is for the engine thread to fill in."""
+        """One block, its tokens only where text may be shown; `inspection.complete` adds its uses."""
         block = self._find(block_hash)
         if block is None:
             return None

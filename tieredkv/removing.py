@@ -85,6 +85,11 @@ def _chosen(tree: PrefixTree, roots: frozenset[bytes] | None, below: bytes | Non
     return Chosen(roots, below, near, stored, any(map(tree.is_loading, near)))
 
 
+def _lower_tiers(core: EngineCore) -> tuple[bool, bool]:
+    """Whether there are a host tier that keeps blocks, and a disk tier."""
+    return core.tiers is not None and core.tiers.host.keeps, core.tiers is not None and core.tiers.disk is not None
+
+
 def _on_core(core: EngineCore, *, work: Callable[[EngineCore, Sequence[bytes]], Slice], part: Sequence[bytes]) -> Slice:
     return work(core, part)
 
@@ -174,11 +179,9 @@ class Removal:
     async def demote(self, tiers: Collection[Tier], selection: Selection) -> RemovalReport:
         """Move the selection out of `tiers`, the device first. Raises `RequestError` with status 404 for an unknown prefix."""
         chosen = await self._choose(selection)
-        has_host, has_disk = await self._call(
-            lambda core: (core.tiers is not None, core.tiers is not None and core.tiers.disk is not None)
-        )
+        has_host, has_disk = await self._call(_lower_tiers)
         reports: dict[Tier, TierRemoval] = {}
-        for tier, has_lower in ((Tier.DEVICE, has_host), (Tier.HOST, has_disk)):
+        for tier, has_lower in ((Tier.DEVICE, has_host or has_disk), (Tier.HOST, has_disk)):
             if tier not in tiers:
                 continue
             if has_lower:
@@ -192,7 +195,9 @@ class Removal:
         removed = 0
         deadline_s = time.monotonic() + DEMOTE_TIMEOUT_S
         while True:
-            done = await self._sliced(chosen.near, partial(clearing.demote, tier=tier, stored=chosen.stored))
+            done = await self._sliced(
+                chosen.near, partial(clearing.demote, tier=tier, stored=chosen.stored, held=set())
+            )
             removed += done.removed[tier]
             if not done.waiting or time.monotonic() >= deadline_s:
                 break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 
 import pytest
 
@@ -15,7 +16,7 @@ from tieredkv.errors import CapacityError, RequestError
 from tieredkv.hashing import extend_chain, root_hash
 from tieredkv.reports import CacheEvent, EventGap, EventSnapshot
 from tieredkv.storage.disk import DiskStore
-from tieredkv.types import Tier
+from tieredkv.types import Retention, Tier
 from tieredkv.warming import Warming
 
 ALICE, SALT = "a11ce0000000", b"a" * 32
@@ -472,7 +473,7 @@ def test_a_disk_that_is_gone_is_a_fault_and_no_obstacle(tmp_path):
         admin = operator.admin
         await operator.ask(prompt(60))
         await admin.flush(10)
-        (tmp_path / "store" / "data.mdb").unlink()
+        shutil.rmtree(tmp_path / "store")
         await operator.ask(prompt(60, 2))
         while (await admin.cache()).tiers[2].fault is None:
             await asyncio.sleep(0.01)
@@ -481,8 +482,36 @@ def test_a_disk_that_is_gone_is_a_fault_and_no_obstacle(tmp_path):
         assert not (await admin.verify()).ok
         report = await admin.clear(tiers={Tier.DEVICE, Tier.HOST})
         assert report.complete
-        # The disk may be back by now, with what had been on its way there.
-        assert not await operator.all_prefixes(tier=Tier.DEVICE)
-        assert not await operator.all_prefixes(tier=Tier.HOST)
+        assert not await operator.all_prefixes()
+        assert not (await admin.clear(tiers={Tier.DISK})).complete
+        assert not (await admin.flush(0.1)).saved or not (await admin.cache()).num_unsaved_blocks
 
     run(main, tmp_path / "store")
+
+
+@pytest.mark.parametrize("with_disk", [False, True])
+def test_a_host_tier_that_keeps_nothing_is_no_tier_to_demote_to(tmp_path, with_disk):
+    async def main(operator):
+        await operator.ask(prompt(60))
+        report = await operator.admin.demote(tiers={Tier.DEVICE})
+        assert report.complete == with_disk
+        looked = await operator.admin.lookup(prompt(60), tenant=b"")
+        assert (looked.device_tokens, looked.disk_tokens) == ((0, 56) if with_disk else (56, 0))
+        assert (await operator.admin.clear(tiers=None)).complete
+        assert not await operator.all_prefixes()
+        assert (await operator.admin.verify()).ok
+
+    run(main, tmp_path if with_disk else None, num_slots=0, restore="always")
+
+
+def test_a_retained_block_says_so_before_it_is_on_disk():
+    async def main(operator):
+        each = request("r", prompt(60))
+        each.retention = (Retention(num_tokens=24, priority=80, ttl_s=300.0),)
+        async for _ in operator.engine.submit(each):
+            pass
+        detail = await operator.admin.prefix(chain(prompt(60))[-1].hex())
+        assert [block.priority for block in detail.blocks] == [80] * 3 + [35] * 4
+        assert [block.expires_s is not None for block in detail.blocks] == [True] * 3 + [False] * 4
+
+    run(main)

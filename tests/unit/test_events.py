@@ -161,7 +161,7 @@ class Replaying(RuleBasedStateMachine):
     @rule(tier=st.sampled_from([Tier.DEVICE, Tier.HOST]))
     def demote(self, tier: Tier) -> None:
         nodes = sorted(self.core.branches.snapshot().nodes.values(), key=lambda node: -node.depth)
-        clearing.demote(self.core, [node.hash for node in nodes], tier, set(self.disk.blocks))
+        clearing.demote(self.core, [node.hash for node in nodes], tier, set(self.disk.blocks), set())
 
     @rule()
     def clear_device(self) -> None:
