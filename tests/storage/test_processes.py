@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage.chains import assert_sound, chain, hashes, load, name
+from tests.storage.chains import assert_sound, chain, hashes, load, name, pin
 from tieredkv.errors import StorageError
 from tieredkv.storage.disk import DiskStore
 from tieredkv.storage.environment import StoreUnavailableError
@@ -36,6 +36,21 @@ for number in range(int(sys.argv[3]), 1_000_000):
         store.touch([chain(number, 8)[-1].hash])
     if number % 7 == 0:
         store.maintain(idle=True)
+"""
+
+PINNER = """
+import sys
+from tests.storage.chains import chain, hashes, pin
+from tieredkv.storage.disk import DiskStore
+store = DiskStore.open(sys.argv[1], int(sys.argv[2]))
+print("open", flush=True)
+for number in range(1_000_000):
+    store.put(chain((sys.argv[3], number), 8))
+    store.pin(pin(number % 3, hashes((sys.argv[3], number), 8)))
+    if number % 5 == 0:
+        store.unpin(pin(number % 2, ()).id)
+    if number % 7 == 0:
+        store.maintain(idle=False)
 """
 
 LOCK_HOLDER = """
@@ -75,6 +90,39 @@ def running(code: str, *args: object):
             yield process
         finally:
             process.kill()
+
+
+def test_a_pin_holds_for_other_processes(tmp_path):
+    store = DiskStore.open(tmp_path, CAPACITY)
+    # Pinned before it is there, and put while another process fills the store many times over.
+    assert store.pin(pin("ours", hashes("a", 8))) == 0
+    with running(WRITER, tmp_path, CAPACITY, 0):
+        store.put(chain("a", 8))
+        give_up_s = time.monotonic() + 30
+        younger = 0
+        while not store.longest_prefix(hashes(younger, 8)):
+            younger += 1
+        # What came at about the same time, or later, has been evicted for others.
+        for number in range(younger, younger + 40):
+            while store.longest_prefix(hashes(number, 8)):
+                assert time.monotonic() < give_up_s
+        assert store.longest_prefix(hashes("a", 8)) == 8
+    assert_sound(store)
+    store.close()
+
+
+def test_pins_and_counts_agree_after_kills_at_any_moment(tmp_path):
+    rng = random.Random(7)
+    for turn in range(6):
+        with running(PINNER, tmp_path, CAPACITY, turn) as process:
+            time.sleep(rng.uniform(0.0, 0.15))
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        store = DiskStore.open(tmp_path, CAPACITY)
+        assert_sound(store)
+        for record in store.pins().records:
+            assert store.longest_prefix(record.hashes) == store.pins().num_resident[record.id] == 8
+        store.close()
 
 
 def test_two_processes_see_each_others_blocks_at_once(tmp_path):
