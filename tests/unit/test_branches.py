@@ -308,8 +308,8 @@ def test_owners_and_names_are_bounded():
 def test_telling_of_a_block_costs_little():
     branches = Branches(EventLog())
     infos = [BlockInfo(i.to_bytes(32, "big"), b"\0" * 32, 1, (1, 2), b"r" * 32) for i in range(20_000)]
-    began_s = time.perf_counter()
+    began_s = time.thread_time()
     for info in infos:
         branches.stored(Tier.DEVICE, info, "computed")
         branches.removed(Tier.DEVICE, info.hash, "evicted")
-    assert (time.perf_counter() - began_s) / len(infos) < 50e-6
+    assert (time.thread_time() - began_s) / len(infos) < 50e-6

@@ -96,10 +96,10 @@ def test_listeners_hear_of_publications_only_while_they_listen():
 def test_a_block_event_costs_little():
     """Far more than it takes, far less than would be felt: a step of the engine is milliseconds."""
     log, names = EventLog(), [name(i) for i in range(20_000)]
-    began_s = time.perf_counter()
+    began_s = time.thread_time()
     for block_hash in names:
         log.removed(Tier.DEVICE, "evicted", block_hash)
-    assert (time.perf_counter() - began_s) / len(names) < 20e-6
+    assert (time.thread_time() - began_s) / len(names) < 20e-6
 
 
 class Replaying(RuleBasedStateMachine):
