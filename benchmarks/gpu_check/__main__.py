@@ -59,7 +59,7 @@ def show(row: Row) -> None:
 
 
 def write(out: Path, conductor: Conductor) -> None:
-    """Print the table and write it and its JSON to `out`."""
+    """Print the table and, if there was a device, write it and its JSON to `out`."""
     machine = conductor.machine
     card = re.sub(r"[^a-z0-9]+", "-", str(machine.get("card", "unknown")).lower()).strip("-")
     name = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-gpu-{card}"
@@ -67,8 +67,9 @@ def write(out: Path, conductor: Conductor) -> None:
     seconds = ", ".join(f"{part} {value} s" for part, value in conductor.seconds.items())
     text = f"{facts}\n{seconds}\n\n{table(conductor.rows)}\n"
     document = {"machine": machine, "seconds": conductor.seconds, "rows": as_json(conductor.rows)}
-    (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    (out / f"{name}.txt").write_text(text, encoding="utf-8")
+    if machine:
+        (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        (out / f"{name}.txt").write_text(text, encoding="utf-8")
     print(text, flush=True)
 
 

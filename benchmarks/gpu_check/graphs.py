@@ -1,7 +1,7 @@
 """Part "graphs": greedy decoding with and without CUDA graphs: the same tokens, and the time of a step.
 
-In float32 the tokens must be equal. In the large model's type, where sums depend on how a context is split, they are
-compared and reported; what is judged there is nothing, what matters is the time.
+In float32 the tokens must be equal. In bfloat16, where sums depend on how a context is split, the share of equal ones is
+reported and not judged: there the time matters.
 """
 
 from __future__ import annotations

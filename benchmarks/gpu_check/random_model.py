@@ -27,7 +27,7 @@ _EOS = "</s>"
 
 
 def random_model(shape: Shape, block_size: int, device: Device) -> LoadedModel:
-    """Llama's architecture; weights so large that different prompts are answered differently."""
+    """Llama's architecture; weights as large as a trained model starts with at this width, so that answers differ by prompt."""
     register()
     config = LlamaConfig(
         vocab_size=shape.vocab,
@@ -38,7 +38,7 @@ def random_model(shape: Shape, block_size: int, device: Device) -> LoadedModel:
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=shape.max_len,
-        initializer_range=1.6 / math.sqrt(shape.hidden),
+        initializer_range=1.28 / math.sqrt(shape.hidden),
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -60,7 +60,7 @@ def random_model(shape: Shape, block_size: int, device: Device) -> LoadedModel:
 
 
 def shared_model(context: Context) -> LoadedModel:
-    """The large model, made once for all parts of a process."""
+    """The 8B model, made once for all parts of a process."""
     if "model" not in context.shared:
         context.shared["model"] = random_model(context.sizes.model, context.sizes.block_size, context.device)
     model: LoadedModel = context.shared["model"]

@@ -80,8 +80,9 @@ class Sizes:
     num_copies: int
     blocks_per_launch: int
     decode_beside: tuple[int, int]
-    # Whole models.
+    # Whole models: for equal tokens, for equal numbers, and an 8B one for times.
     exact_model: Shape
+    small_model: Shape
     model: Shape
     equivalence_prompts: Sequence[int]
     num_tokens: int
@@ -132,11 +133,12 @@ FULL = Sizes(
     blocks_per_launch=64,
     decode_beside=(8, 8192),
     exact_model=Shape(3, 1024, 2816, 8, 2, 128, 4096, "float32", 8192),
-    model=Shape(8, 4096, 14_336, 32, 8, 128, 32_000, "bfloat16", 131_072),
+    small_model=Shape(4, 4096, 14_336, 32, 8, 128, 32_000, "bfloat16", 131_072),
+    model=Shape(32, 4096, 14_336, 32, 8, 128, 32_000, "bfloat16", 131_072),
     equivalence_prompts=(4000, 1000, 300),
     num_tokens=24,
     ttft_tokens=32_768,
-    ttft_rounds=3,
+    ttft_rounds=2,
     graph_batches=(1, 8, 64),
     graph_context=1024,
     graph_tokens=64,
@@ -168,13 +170,14 @@ SMALL = Sizes(
     blocks_per_launch=3,
     decode_beside=(2, 20),
     exact_model=Shape(1, 32, 32, 2, 1, 16, 128, "float32", 256),
+    small_model=Shape(1, 32, 32, 2, 1, 16, 128, "bfloat16", 256),
     model=Shape(1, 32, 32, 2, 1, 16, 128, "bfloat16", 512),
     equivalence_prompts=(33,),
     num_tokens=2,
     ttft_tokens=48,
     ttft_rounds=1,
     graph_batches=(1, 2),
-    graph_context=17,
+    graph_context=9,
     graph_tokens=2,
     max_num_batched_tokens=40,
 )

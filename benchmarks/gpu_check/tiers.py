@@ -82,7 +82,7 @@ def wrong_sources(found: dict[str, list[Answer]], prompts: Sequence[list[int]], 
 
 
 def equivalence(context: Context) -> Iterator[Row]:
-    """Tokens in float32, numbers in the large model's type."""
+    """Tokens in float32, numbers in bfloat16."""
     sizes = context.sizes
     exact = random_model(sizes.exact_model, sizes.block_size, context.device)
     prompts = prompts_of(sizes.equivalence_prompts, exact.vocab_size, 1)
@@ -93,7 +93,7 @@ def equivalence(context: Context) -> Iterator[Row]:
     yield from token_rows(exact, prompts, found, sizes.block_size)
     del exact, core
     context.device.release()
-    loaded = shared_model(context)
+    loaded = random_model(sizes.small_model, sizes.block_size, context.device)
     prompts = prompts_of(sizes.equivalence_prompts, loaded.vocab_size, 2)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         config = sized(context, loaded, sum(map(len, prompts)) + len(prompts) * sizes.num_tokens, folder)

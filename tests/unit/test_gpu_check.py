@@ -198,6 +198,12 @@ def test_results_are_written_beside_each_other(tmp_path, capsys):
     assert "Fake 9000" in text.read_text()
 
 
+def test_nothing_is_written_where_there_was_no_device(tmp_path, capsys):
+    script.write(tmp_path, conduct("one", "nogpu"))
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out.rstrip().endswith("2 FAILED")
+
+
 def test_unknown_parts_are_refused(capsys):
     with pytest.raises(SystemExit):
         script.parse(["kernel"])
