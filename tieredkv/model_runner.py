@@ -103,6 +103,11 @@ class ModelRunner:
         self._sampler = Sampler(config.model.seed)
         self._end = events_of(loaded.device)()
 
+    @property
+    def replays(self) -> bool:
+        """Whether decode steps are replayed from graphs."""
+        return self._graphs is not None
+
     def execute(self, batch: Batch) -> list[SampledToken]:
         """Compute the batch's tokens into the pool and sample where a sequence reaches its end."""
         return self.launch(batch).result()

@@ -44,7 +44,7 @@ def decode(context: Context) -> Iterator[Row]:
     device.release()
     numel = min(sizes.pool_nbytes, device.free_nbytes() // 2) // dtype.itemsize
     memory = torch.empty(numel, dtype=dtype, device=device.torch)
-    for part in memory.split(2**30):
+    for part in torch.split(memory, 2**30):
         part.normal_()
     flush = torch.empty(sizes.flush_nbytes, dtype=torch.uint8, device=device.torch)
     for tokens in sizes.decode_contexts:

@@ -23,7 +23,7 @@ from typing import IO, Any
 from benchmarks.gpu_check.report import Row
 
 # How long a worker may stay silent: the longest single step is a first compilation or a model being made.
-SILENCE_S = 150.0
+SILENCE_S = 170.0
 # How long a worker that has said all may take to leave.
 LEAVE_S = 20.0
 

@@ -50,7 +50,7 @@ class Copies:
         self.sizes = sizes
         layout = KVLayout(sizes.copy_layers, sizes.kv_heads, sizes.head_dim, sizes.block_size, sizes.speed_dtype)
         self.pool = KVPool(layout, sizes.num_copies + 1, device.torch, getattr(torch, sizes.speed_dtype))
-        for part in self.pool.blocks.split(64):
+        for part in torch.split(self.pool.blocks, 64):
             part.normal_()
         allocate, self.engine = copying_for(cast(Any, SimpleNamespace(pool=self.pool)), lambda: None)
         self.nbytes = sizes.num_copies * layout.block_nbytes

@@ -64,9 +64,17 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch)
 
     def clock(self) -> Callable[[], float]:
-        events: Any = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-        return lambda: (events[1].record(), events[1].synchronize(), events[0].elapsed_time(events[1]) / 1e3)[-1]
+        event_class: Any = torch.cuda.Event
+        began, ended = event_class(enable_timing=True), event_class(enable_timing=True)
+        began.record()
+
+        def stop() -> float:
+            ended.record()
+            ended.synchronize()
+            seconds: float = began.elapsed_time(ended) / 1e3
+            return seconds
+
+        return stop
 
     def capture(self) -> Capture:
         return CudaCapture()

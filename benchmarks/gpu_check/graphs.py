@@ -13,6 +13,7 @@ from benchmarks.gpu_check.report import Row
 from benchmarks.gpu_check.serving import Answer, ask, serving
 from benchmarks.gpu_check.tiers import prompts_of
 from benchmarks.gpu_check.worker import Context
+from tieredkv.errors import InvariantError
 from tieredkv.models import LoadedModel
 
 
@@ -57,6 +58,8 @@ def decoded(context: Context, loaded: LoadedModel) -> list[list[list[Answer]]]:
             enforce_eager=eager,
         )
         runner = make_runner(context, loaded, config)
+        if runner.replays == eager:
+            raise InvariantError("decode steps could not be captured" if not eager else "captured although eager")
         with serving(runner, config) as core:
             for _ in range(2):
                 # The first time warms up.

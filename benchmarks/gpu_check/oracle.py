@@ -66,17 +66,17 @@ def check_case(case: OracleCase, device: torch.device, seed: int) -> Row:
     q = queries(num_seqs)
     launch = launch_for(q, case.kv_heads, filled.tables.shape[1] * case.block_size)
     decoded = torch.full_like(q, math.nan)
-    options = {"window": case.window, "softcap": case.softcap}
     workspace = torch.full((launch.workspace_numel,), math.nan, device=device)
     paged_decode(
-        q, filled.blocks, LAYER, filled.tables, filled.lens, scale, **options,
-        out=decoded, workspace=workspace, launch=launch,
+        q, filled.blocks, LAYER, filled.tables, filled.lens, scale, window=case.window,
+        softcap=case.softcap, out=decoded, workspace=workspace, launch=launch,
     )  # fmt: skip
     new = queries(total)
     starts = torch.tensor([0, *case.news], device=device).cumsum(0).to(torch.int32)
     prefilled = torch.full_like(new, math.nan)
     paged_prefill(
-        new, filled.blocks, LAYER, filled.tables, filled.lens, starts, scale, **options, out=prefilled
+        new, filled.blocks, LAYER, filled.tables, filled.lens, starts, scale, window=case.window,
+        softcap=case.softcap, out=prefilled,
     )  # fmt: skip
     expected_decoded, expected_prefilled, row = [], [], 0
     for s, num_new in enumerate(case.news):
@@ -119,7 +119,7 @@ def fill(case: OracleCase, dtype: torch.dtype, device: torch.device, generator: 
     kv_write(blocks, LAYER, all_slots, k, v)
     block_ids, offsets = all_slots // case.block_size, all_slots % case.block_size
     found = blocks[block_ids, LAYER, :, offsets]
-    num_numbers = int(sum(torch.isfinite(part).sum() for part in blocks.split(max(num_blocks // 16, 1))))
+    num_numbers = sum(int(torch.isfinite(part).sum()) for part in torch.split(blocks, max(num_blocks // 16, 1)))
     written = torch.equal(found[:, 0], k) and torch.equal(found[:, 1], v) and num_numbers == 2 * k.numel()
     return Filled(blocks, tables, torch.tensor(case.contexts, dtype=torch.int32, device=device), keys, values), written
 
@@ -133,7 +133,7 @@ def attention(
     k64, v64 = k.double(), v.double()
     positions = torch.arange(len(k), device=k.device)
     outputs = []
-    for rows in torch.arange(num_new, device=k.device).split(16):
+    for rows in torch.split(torch.arange(num_new, device=k.device), 16):
         grouped = q[rows].double().view(len(rows), -1, group, head_dim)
         scores = torch.einsum("tkgd,skd->tkgs", grouped, k64) * scale
         if softcap:

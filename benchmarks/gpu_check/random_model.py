@@ -53,7 +53,8 @@ def random_model(shape: Shape, block_size: int, device: Device) -> LoadedModel:
     model = model.eval().requires_grad_(False).to(device.torch)
     backend = Backend(WordLevel({_EOS: 0, "a": 1}, unk_token="a"))
     backend.decoder = decoders.ByteLevel()
-    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=_EOS))
+    tokenizer_class: Any = PreTrainedTokenizerFast
+    tokenizer = Tokenizer(tokenizer_class(tokenizer_object=backend, eos_token=_EOS))
     return adopt_model(
         model, tokenizer, "random", Path(tempfile.gettempdir()), lambda: "random", block_size, shape.max_len
     )

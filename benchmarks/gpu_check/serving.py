@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from tieredkv.build import build_core
 from tieredkv.config import Config
@@ -81,6 +82,7 @@ def forget_device(core: EngineCore) -> None:
 
 def forget_host(core: EngineCore) -> None:
     forget_device(core)
-    if core.tiers is not None:
-        core.tiers.host.clear()
-        core.tiers.forget_gone()
+    tiers: Any = core.tiers
+    if tiers is not None:
+        tiers.host.clear()
+        tiers.forget_gone()

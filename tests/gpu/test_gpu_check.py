@@ -44,6 +44,7 @@ BRANCHES_FOR_FAILURES = (
     "if number > 1 and context.late()",
     "if now_s > end_s",
     "if wrong:",
+    "if runner.replays == eager",
     "if answer.sources != expected",
     "if num_rows == 0",
     "if not run_part",

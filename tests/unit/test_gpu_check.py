@@ -229,3 +229,40 @@ def test_wheels_are_installed_where_they_are_found(tmp_path, monkeypatch):
     assert os.environ["PYTHONPATH"] == f"{tmp_path / 'site'}{os.pathsep}/elsewhere"
     with pytest.raises(FileNotFoundError):
         wheels.use(tmp_path / "site" / "nothing", tmp_path / "site")
+
+
+def test_the_cuda_device_asks_torch_for_what_it_needs(monkeypatch):
+    """With torch's CUDA replaced: that each call exists and is used as torch defines it shows only on a GPU."""
+    from benchmarks.gpu_check import device
+
+    class Event:
+        now_ms = 0.0
+
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            Event.now_ms += 5.0
+            self.at_ms = Event.now_ms
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: Event) -> float:
+            return other.at_ms - self.at_ms
+
+    calls = []
+    cuda = device.torch.cuda
+    monkeypatch.setattr(cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda, "get_device_name", lambda which: "NVIDIA H200")
+    monkeypatch.setattr(cuda, "mem_get_info", lambda which: (7, 9))
+    monkeypatch.setattr(cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    monkeypatch.setattr(cuda, "synchronize", lambda which: calls.append("synchronize"))
+    monkeypatch.setattr(cuda, "Event", Event)
+    monkeypatch.setattr(device, "CudaCapture", lambda: "capture")
+    made = device.DEVICES["cuda"]()
+    assert (made.card(), made.free_nbytes(), made.capture()) == ("NVIDIA H200", 7, "capture")
+    made.release()
+    made.synchronize()
+    assert calls == ["empty_cache", "synchronize"]
+    assert device.times_s(made, lambda: None, 3) == [0.005] * 3
