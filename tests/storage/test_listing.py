@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 
 import pytest
 
@@ -326,10 +325,3 @@ def test_a_change_comes_after_what_was_queued_before_it(store):
     assert cleared.result(1).num_removed == 3
     assert content(store) == set()
     workers.close(1)
-
-
-def test_a_page_of_a_large_listing_is_quick(store):
-    store.put(chain("a", 60))
-    began_s = time.perf_counter()
-    assert len(content(store)) == 60
-    assert time.perf_counter() - began_s < 1

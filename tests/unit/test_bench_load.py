@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tieredkv.bench.client import CHAT, Cut, LoadError, StreamResult, request_stream
 from benchmarks.figures import FIGURES, Contender, as_text, collect
 from benchmarks.load import run_load
 from benchmarks.servers import Server, ServerError, http_get
+from tieredkv.bench.client import CHAT, Cut, LoadError, StreamResult, request_stream
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
 
