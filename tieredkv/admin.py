@@ -14,6 +14,7 @@ answer says what did not happen.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -61,6 +62,8 @@ ENGINE_TIMEOUT_S = 60.0
 """A step of the engine may take seconds; what takes longer than this has gone wrong."""
 DISK_TIMEOUT_S = 30.0
 PIN_TIMEOUT_S = 5.0
+CHANGE_TIMEOUT_S = 30.0
+"""Longest wait for removals that were asked for before."""
 VERIFY_TIMEOUT_S = 1800.0
 
 
@@ -267,6 +270,32 @@ class Admin:
         except CapacityError:
             return None
 
+    async def warm_pins(self) -> list[JobReport]:
+        """Bring up or compute what the pins miss in their tiers, as after a restart; a job for each owner that has any."""
+
+        def missing(core: EngineCore) -> dict[str, list[WarmPrompt]]:
+            found: dict[str, list[WarmPrompt]] = {}
+            for pin in core.pins.list():
+                tokens, tenant = core.pins.token_ids(pin.id), core.pins.tenant(pin.id)
+                if pin.num_present < pin.num_blocks and tokens is not None and tenant is not None:
+                    kept = list(tokens[: pin.num_pinned_tokens])
+                    found.setdefault(pin.tenant, []).append(
+                        WarmPrompt(kept, pin.name, tenant, pin.tenant, tier=pin.tier)
+                    )
+            return found
+
+        await self._pins_known()
+        return [
+            self._jobs.start(prompts, name="pins after a restart", kind="pin", owner=owner)
+            for owner, prompts in (await self._call(missing)).items()
+        ]
+
+    async def _pins_known(self) -> None:
+        """Wait for what the store was asked about pins, above all after a start; at most some seconds."""
+        deadline_s = time.monotonic() + PIN_TIMEOUT_S
+        while time.monotonic() < deadline_s and await self._call(lambda core: core.pins.busy):
+            await asyncio.sleep(0.005)
+
     async def _is_saved(self, pin_id: str) -> bool:
         deadline_s = time.monotonic() + PIN_TIMEOUT_S
         while not await self._call(lambda core: core.pins.is_saved(pin_id)):
@@ -277,14 +306,17 @@ class Admin:
 
     async def pins(self, *, scope: str | None = None) -> list[PinReport]:
         """All pins, the newest first."""
+        await self._pins_known()
         return await self._call(lambda core: core.pins.list(scope=scope))
 
     async def get_pin(self, pin_id: str, *, scope: str | None = None) -> PinReport:
         """One pin. Raises `RequestError` with status 404."""
+        await self._pins_known()
         return _found(await self._call(lambda core: core.pins.get(pin_id, scope=scope)))
 
     async def unpin(self, pin_id: str, *, scope: str | None = None) -> PinReport:
         """Take a pin away; returns what it was. Raises `RequestError` with status 404."""
+        await self._pins_known()
         return _found(await self._call(lambda core: core.pins.unpin(pin_id, scope=scope)))
 
     @property
@@ -326,7 +358,7 @@ class Admin:
         if Tier.DISK in tiers:
             raise RequestError("there is no tier below the disk", param="tiers")
         selection = Selection(_prefix_or_none(prefix_id), tenant, scope)
-        async with self._changing:
+        async with self._alone():
             return await Removal(self._call, self._look, self._change).demote(tiers, selection)
 
     async def clear(
@@ -343,10 +375,22 @@ class Admin:
         Raises `RequestError` with status 404 for an unknown prefix.
         """
         selection = Selection(_prefix_or_none(prefix_id), tenant, scope)
-        async with self._changing:
+        async with self._alone():
             return await Removal(self._call, self._look, self._change).clear(
                 set(Tier) if tiers is None else set(tiers), selection
             )
+
+    @contextlib.asynccontextmanager
+    async def _alone(self) -> AsyncGenerator[None, None]:
+        """One removal at a time: a demotion must not carry down what a clear is taking away. Raises `CapacityError`."""
+        try:
+            await asyncio.wait_for(self._changing.acquire(), CHANGE_TIMEOUT_S)
+        except TimeoutError:
+            raise CapacityError("other removals are still at work", status=503, retry_after_s=5) from None
+        try:
+            yield
+        finally:
+            self._changing.release()
 
     async def _change(self, function: Callable[[DiskStore], T], timeout_s: float) -> T | None:
         """Run `function` in the writer thread, behind what was queued before; None without a disk tier."""

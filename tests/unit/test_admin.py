@@ -279,6 +279,32 @@ def test_pins_are_saved_warmed_and_survive_a_clear(tmp_path):
     run(main, tmp_path)
 
 
+def test_what_pins_keep_near_is_near_again_after_a_restart(tmp_path):
+    async def before(operator):
+        for seed, tier in enumerate((Tier.DEVICE, Tier.HOST, Tier.DISK)):
+            await operator.admin.pin(
+                prompt(60, seed), tenant=b"", owner="shared", tier=tier, ttl_s=None, name=tier.value
+            )
+        await settled(operator)
+        assert (await operator.admin.flush(10)).saved
+
+    async def settled(operator):
+        while any(job.state in ("queued", "running") for job in await operator.admin.jobs()):
+            await asyncio.sleep(0.002)
+
+    async def after(operator):
+        assert {pin.name for pin in await operator.admin.pins()} == {"device", "host", "disk"}
+        assert await operator.admin.warm_pins()
+        await settled(operator)
+        pins = {pin.name: pin for pin in await operator.admin.pins()}
+        assert all(pin.num_present == pin.num_blocks == 7 for pin in pins.values()), pins
+        # Nothing was brought up that is only to stay on disk.
+        assert (await operator.admin.lookup(prompt(60, 2), tenant=b"")).spans[0].where == "disk"
+
+    run(before, tmp_path)
+    run(after, tmp_path)
+
+
 def test_a_branch_can_be_pinned_by_its_id_also_another_tenants_by_the_administrator(tmp_path):
     async def main(operator):
         admin = operator.admin

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp
 
 from tieredkv.admin import Admin
 from tieredkv.config import Config
-from tieredkv.errors import ConfigError
+from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.server.admin.access import Access
 from tieredkv.server.app import build_admin_app, build_app
 from tieredkv.server.connection import BoundedProtocol
@@ -184,8 +184,17 @@ class Servers:
         if self.to_warm:
             self._warming.start(self.to_warm, kind="start", name=self._config.admin.warm)
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._warm_pins())
             for server, sock in zip(self._servers, self._sockets, strict=True):
                 group.create_task(server.serve(sockets=[sock]))
+
+    async def _warm_pins(self) -> None:
+        """Whatever comes of it, requests are served."""
+        if self._service.admin is not None:
+            try:
+                await self._service.admin.warm_pins()
+            except TieredKVError as error:
+                log.warning("what the pins miss is not brought up: %s", error)
 
     def _on_started(self) -> None:
         self._num_started += 1
