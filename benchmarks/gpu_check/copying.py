@@ -9,6 +9,7 @@ Block and slots are those of an 8B model (2 MiB); the decoding model has a pool 
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from array import array
@@ -74,7 +75,9 @@ class Copies:
     def close(self) -> None:
         self.engine.close()
         self.slots.clear()
-        self.arena.close()
+        # An error on its way up may still hold a view.
+        with contextlib.suppress(BufferError):
+            self.arena.close()
 
 
 def wait_for(engine: CopyEngine, num_copies: int, meanwhile: Callable[[], object] = lambda: None) -> float:

@@ -266,3 +266,36 @@ def test_the_cuda_device_asks_torch_for_what_it_needs(monkeypatch):
     made.synchronize()
     assert calls == ["empty_cache", "synchronize"]
     assert device.times_s(made, lambda: None, 3) == [0.005] * 3
+
+
+def test_an_error_in_one_query_is_not_hidden_by_larger_outputs_of_others():
+    pytest.importorskip("triton")
+    import torch
+
+    from benchmarks.gpu_check.oracle import error_of
+
+    expected = torch.randn(3, 2, 8, dtype=torch.float64)
+    expected[1] *= 1e-4
+    assert error_of(expected.float(), expected) < 1e-6
+    wrong = expected.clone()
+    wrong[1] = 0.0
+    assert error_of(wrong, expected) == 1.0
+    wrong[1, 0, 3] = math.nan
+    assert math.isnan(error_of(wrong, expected))
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_the_oracle_is_attention(window):
+    pytest.importorskip("triton")
+    import torch
+
+    from benchmarks.gpu_check.oracle import attention
+
+    q, k, v = torch.randn(40, 6, 8), torch.randn(50, 2, 8), torch.randn(50, 2, 8)
+    own = torch.arange(10, 50)[:, None]
+    seen = (torch.arange(50) <= own) & (torch.arange(50) > own - (window or 50))
+    rows = [x.double().transpose(0, 1)[None] for x in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*rows, attn_mask=seen, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(attention(q, k, v, 0.3, window, 0.0), expected[0].transpose(0, 1))
+    nearly = attention(q, k, v, 0.3, window, 1e6)
+    torch.testing.assert_close(nearly, expected[0].transpose(0, 1), rtol=1e-6, atol=1e-6)
