@@ -128,6 +128,9 @@ class Spiller:
         if on_disk:
             self._on_disk.add(info.hash)
             self._keeper.saved(info.hash)
+        elif info.parent in self._barred:
+            # A request that was running goes on behind what was removed below: nothing can be saved behind that.
+            self._barred.add(info.hash)
         self._sort_in(info.hash)
         self._keeper.moved(info.hash)
 
@@ -340,10 +343,17 @@ class Spiller:
         """
         for block_hash in hashes:
             if block_hash in self._info:
-                self._barred.add(block_hash)
-                self._dirty.pop(block_hash, None)
-                self._to_disk.pop(block_hash, None)
-                self._unqueue(block_hash)
+                self._bar(block_hash)
+        # Blocks behind them that were not named, perhaps because they are newer. Parents come before children.
+        for block_hash in [*self._to_disk, *self._dirty]:
+            if self._info[block_hash].parent in self._barred:
+                self._bar(block_hash)
+
+    def _bar(self, block_hash: bytes) -> None:
+        self._barred.add(block_hash)
+        self._dirty.pop(block_hash, None)
+        self._to_disk.pop(block_hash, None)
+        self._unqueue(block_hash)
 
     def used(self, hashes: Iterable[bytes]) -> None:
         """Somebody uses these blocks: they are worth keeping in every tier again."""

@@ -212,6 +212,28 @@ def test_the_disk_alone_can_be_cleared_and_stays_clear_until_somebody_uses_the_b
     assert all(Tier.DISK in cranked.where(h) for h in chain(prompt(64)))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_request_computes_behind_cleared_blocks_is_saved_with_them_or_not_at_all(seed):
+    """A request goes on while what it has computed is cleared below: the rest waits for the same user, it is not stuck."""
+    disk = FakeDisk()
+    cranked = Cranked(TieredCore(num_blocks=40, num_slots=32, disk=disk), seed, cranks=2)
+    cranked.core.add(request("busy", prompt(60), max_tokens=80))
+    for _ in range(3 + seed):
+        cranked.outputs.step()
+        cranked.core.tiers.work_idle()
+        cranked.tiered.crank()
+    cranked.clear({Tier.DISK, Tier.HOST})
+    serve(cranked)
+    cranked.tiered.settle()
+    assert not cranked.tiered.tiers.spiller.num_unsaved
+    everything = prompt(60) + cranked.outputs.tokens["busy"]
+    serve(cranked, request("again", everything[:136] + [1, 2, 3]))
+    cranked.tiered.settle()
+    assert not cranked.tiered.tiers.spiller.num_unsaved
+    assert all(h in disk.blocks for h in chain(everything[:136]))
+    cranked.tiered.check_tiers()
+
+
 def test_a_prefix_goes_with_everything_behind_it_and_nothing_else():
     cranked = Cranked(TieredCore(num_blocks=60, num_slots=32, disk=FakeDisk()))
     shared, left, right = prompt(40), prompt(24, 2), prompt(24, 3)
@@ -288,3 +310,42 @@ def test_a_disk_that_does_not_answer_is_no_complete_clear(monkeypatch):
     assert not report.complete
     assert report.tiers[-1].error == "gone"
     assert report.tiers[0].removed == report.tiers[1].removed == 5
+
+
+class Traffic(Cranked):
+    """Requests come and go without end: at each look one more has left blocks in the host tier, and the disk, in answering for
+    one batch a look, is always behind.
+    """
+
+    num_looks = 0
+
+    def go_on(self) -> None:
+        pass
+
+    async def look(self, function):
+        self.num_looks += 1
+        assert self.num_looks < 100, "only an end of the traffic would end this"
+        self.core.add(request(f"t{self.num_looks}", prompt(30, self.num_looks)))
+        pending, copies = self.tiered.disk.pending, self.tiered.copies
+        while self.core.has_work:
+            self.outputs.step()
+            while copies.launched:
+                copies.complete()
+            for i in [i for i, job in enumerate(pending) if job[0] == "lookup"][::-1]:
+                self.tiered.disk.complete(i)
+        self.core.work_idle()
+        while copies.launched:
+            copies.complete()
+        if pending:
+            self.tiered.disk.complete()
+        return await super().look(function)
+
+
+@pytest.mark.parametrize("tiers", [{Tier.DEVICE}, {Tier.HOST}, {Tier.DEVICE, Tier.HOST}])
+def test_a_demotion_ends_although_traffic_does_not(tiers, monkeypatch):
+    monkeypatch.setattr(removing, "DEMOTE_TIMEOUT_S", 1e9)
+    cranked = Traffic(TieredCore(num_blocks=200, num_slots=100, disk=FakeDisk()))
+    serve(cranked, request("old", prompt(60, 999)))
+    report = cranked.demote(tiers)
+    assert report.complete
+    assert not any(cranked.where(h) & tiers for h in chain(prompt(60, 999)))
