@@ -23,19 +23,28 @@ SLICE_BLOCKS = 1000
 
 @dataclass(slots=True)
 class Slice:
-    """What one slice did, in blocks by tier. `waiting` may go a little later: something of theirs is on its way."""
+    """What one slice did, in blocks by tier. Those `waiting` may go a little later, because something of theirs is on its way;
+    they are counted as nothing else, and are named in the order in which they were given. `ended` are those that were counted.
+    """
 
     removed: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
     in_use: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
     pinned: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
-    waiting: int = 0
+    waiting: dict[Tier, list[bytes]] = field(default_factory=lambda: {tier: [] for tier in Tier})
+    ended: set[bytes] = field(default_factory=set)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self.waiting.values()))
 
     def add(self, other: Slice) -> None:
-        """Count another slice of the same round."""
+        """Count another slice, of other blocks."""
         for mine, theirs in ((self.removed, other.removed), (self.in_use, other.in_use), (self.pinned, other.pinned)):
             for tier, count in theirs.items():
                 mine[tier] += count
-        self.waiting += other.waiting
+        for tier, hashes in other.waiting.items():
+            self.waiting[tier] += hashes
+        self.ended |= other.ended
 
 
 def bar(core: EngineCore, hashes: Sequence[bytes], tiers: Collection[Tier]) -> Slice:
@@ -84,8 +93,9 @@ def demote(core: EngineCore, hashes: Sequence[bytes], tier: Tier, stored: Collec
             held.add(node.parent)
         if not below:
             missing.append(block_hash)
+            done.waiting[tier].append(block_hash)
         elif block_hash in held:
-            done.waiting += 1
+            done.waiting[tier].append(block_hash)
         else:
             _remove(core, block_hash, tier, "demoted", done, moving)
     if tiers is not None and missing:
@@ -94,7 +104,6 @@ def demote(core: EngineCore, hashes: Sequence[bytes], tier: Tier, stored: Collec
         if tier is Tier.DEVICE:
             tiers.spiller.spill(missing)
         tiers.spiller.feed_disk()
-    done.waiting += len(missing)
     core.events.publish()
     return done
 
@@ -133,11 +142,15 @@ def _remove(
     if not _is_in(core, block_hash, tier):
         # What is on its way into the host tier was barred or will be there soon; what is on its way to the device is a
         # request's.
-        done.waiting += tier is Tier.HOST and tier in states
-        done.in_use[tier] += tier is Tier.DEVICE and tier in states
+        if tier in states and tier is Tier.HOST:
+            done.waiting[tier].append(block_hash)
+        elif tier in states:
+            done.in_use[tier] += 1
+            done.ended.add(block_hash)
         return
     if _is_kept(core, block_hash, tier):
         done.pinned[tier] += 1
+        done.ended.add(block_hash)
         return
     if tier is Tier.HOST and core.tiers is not None:
         core.tiers.host.remove(block_hash)
@@ -146,11 +159,15 @@ def _remove(
         block_id = core.pool.find(block_hash)
         if block_id is None or not core.pool.is_free(block_id):
             # A copy to the host tier ends by itself, a request when it ends.
-            done.in_use[tier] += 1
-            done.waiting += Tier.HOST in states
+            if Tier.HOST in states:
+                done.waiting[tier].append(block_hash)
+            else:
+                done.in_use[tier] += 1
+                done.ended.add(block_hash)
             return
         core.pool.forget(block_id)
         if core.tiers is not None:
             core.tiers.spiller.removed_from_device(block_hash)
     done.removed[tier] += 1
+    done.ended.add(block_hash)
     core.branches.removed(tier, block_hash, reason)

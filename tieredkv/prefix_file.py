@@ -223,7 +223,12 @@ class _InMemory:
 
 @contextlib.contextmanager
 def private_file(path: Path) -> Iterator[BinaryIO]:
-    """A new file that only its owner may read, in its place when all of it is written and on the device."""
+    """A new file that only its owner may read, in its place when all of it is written and on the device. Only a regular file is
+    ever replaced, the one that a link leads to. Raises `StorageError`.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise StorageError(f"{path} cannot be written: it is there and is no regular file")
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(scratch, "wb", opener=lambda name, flags: os.open(name, flags | os.O_TRUNC, 0o600)) as file:

@@ -6,7 +6,8 @@
     host, device, a slice at a time, until nothing of them is on its way any more
 
 The order is what makes it final: below first, because a block that is gone there cannot come up again. Runs on the asyncio
-loop. Invariant: what did not happen is in the answer, and then the answer is not `complete`.
+loop. Invariants: what did not happen is in the answer, and then the answer is not `complete`; only what was there when it
+was chosen is waited for, so traffic that brings more of the same does not make a removal any longer.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ T = TypeVar("T")
 SETTLE_TIMEOUT_S = 10.0
 """Longest wait for copies and reads that had begun before."""
 DISK_TIMEOUT_S = 120.0
-DEMOTE_TIMEOUT_S = 60.0
+DEMOTE_TIMEOUT_S = 10.0
 _LOOK_AGAIN_S = 0.02
 
 
@@ -56,14 +57,14 @@ class Selection:
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """`roots` and `below` choose, None as far as they do not; `near` are chosen blocks on the device or in the host tier, or on
-    their way there, children before parents; of them the disk holds those that are `stored`, and reads some if `is_loading`.
+    their way there, children before parents; the disk holds those `stored`, and is reading those `loading`.
     """
 
     roots: frozenset[bytes] | None
     below: bytes | None
     near: list[bytes]
     stored: frozenset[bytes]
-    is_loading: bool
+    loading: frozenset[bytes]
 
 
 def choose(tree: PrefixTree, selection: Selection) -> Chosen | None:
@@ -82,7 +83,7 @@ def choose(tree: PrefixTree, selection: Selection) -> Chosen | None:
 def _chosen(tree: PrefixTree, roots: frozenset[bytes] | None, below: bytes | None) -> Chosen:
     near = tree.near(roots, below)
     stored = frozenset(h for h in near if tree.is_stored(h))
-    return Chosen(roots, below, near, stored, any(map(tree.is_loading, near)))
+    return Chosen(roots, below, near, stored, frozenset(h for h in near if tree.is_loading(h)))
 
 
 def _lower_tiers(core: EngineCore) -> tuple[bool, bool]:
@@ -157,22 +158,29 @@ class Removal:
     async def _read_out(self, chosen: Chosen) -> Chosen:
         """Wait for the reads that had begun before the disk was cleared; what of the choice is there then."""
         deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
-        while (chosen := await self._again(chosen)).is_loading and time.monotonic() < deadline_s:
+        chosen = await self._again(chosen)
+        # What has stayed on disk may be read at any time, and more than once.
+        begun = chosen.loading - chosen.stored
+        while begun and time.monotonic() < deadline_s:
             await asyncio.sleep(_LOOK_AGAIN_S)
+            chosen = await self._again(chosen)
+            begun &= chosen.loading - chosen.stored
         return chosen
 
     async def _clear_near(self, tiers: Collection[Tier], chosen: Chosen) -> dict[Tier, TierRemoval]:
-        removed = dict.fromkeys(Tier, 0)
         deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
-        while True:
-            done = await self._sliced(chosen.near, partial(clearing.remove, tiers=tiers))
-            for tier, count in done.removed.items():
-                removed[tier] += count
-            if not done.waiting or time.monotonic() >= deadline_s:
-                break
+        total = await self._sliced(chosen.near, partial(clearing.remove, tiers=tiers))
+        while total.num_waiting and time.monotonic() < deadline_s:
             await asyncio.sleep(_LOOK_AGAIN_S)
-            chosen = await self._again(chosen)
-        return {tier: TierRemoval(tier, removed[tier], done.in_use[tier], done.pinned[tier]) for tier in tiers}
+            waiting, total.waiting = total.waiting, {tier: [] for tier in Tier}
+            for tier in (Tier.HOST, Tier.DEVICE):
+                total.add(await self._sliced(waiting[tier], partial(clearing.remove, tiers=[tier])))
+        return {
+            tier: TierRemoval(
+                tier, total.removed[tier], total.in_use[tier] + len(total.waiting[tier]), total.pinned[tier]
+            )
+            for tier in tiers
+        }
 
     # -- demote --------------------------------------------------------------------------------------------------------
 
@@ -192,19 +200,20 @@ class Removal:
         return _report(reports)
 
     async def _demote_from(self, tier: Tier, chosen: Chosen) -> TierRemoval:
-        removed = 0
         deadline_s = time.monotonic() + DEMOTE_TIMEOUT_S
+        total, near = Slice(), chosen.near
         while True:
-            done = await self._sliced(
-                chosen.near, partial(clearing.demote, tier=tier, stored=chosen.stored, held=set())
-            )
-            removed += done.removed[tier]
-            if not done.waiting or time.monotonic() >= deadline_s:
+            work = partial(clearing.demote, tier=tier, stored=chosen.stored, held=set())
+            # Some come from above in the meantime; once one has gone, its coming back is somebody else's wish.
+            total.add(await self._sliced([h for h in near if h not in total.ended], work))
+            num_waiting = total.num_waiting
+            if not num_waiting or time.monotonic() >= deadline_s:
                 break
+            total.waiting[tier] = []
             await asyncio.sleep(_LOOK_AGAIN_S)
             chosen = await self._again(chosen)
-        error = f"{done.waiting} blocks have no copy in the tier below yet" if done.waiting else None
-        return TierRemoval(tier, removed, done.in_use[tier], done.pinned[tier], error)
+        error = f"{num_waiting} blocks have no copy in the tier below yet" if num_waiting else None
+        return TierRemoval(tier, total.removed[tier], total.in_use[tier], total.pinned[tier], error)
 
 
 def _report(reports: dict[Tier, TierRemoval]) -> RemovalReport:

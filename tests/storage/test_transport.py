@@ -145,6 +145,21 @@ def test_only_what_was_chosen_leaves_with_all_before_it(store, target, tmp_path)
     assert not (tmp_path / "y").exists()
 
 
+def test_only_regular_files_are_replaced(store, target, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / "to-fifo").symlink_to("fifo")
+    (tmp_path / "to-file").symlink_to("file")
+    for name in ("fifo", "to-fifo", "."):
+        with pytest.raises(StorageError, match="no regular file"):
+            export(store, tmp_path / name)
+    assert (tmp_path / "fifo").is_fifo()
+    export(store, tmp_path / "to-file")
+    assert (tmp_path / "to-file").is_symlink()
+    assert transport.import_prefixes(target, tmp_path / "file").problem is None
+    assert sorted(os.listdir(tmp_path)) == sorted(["fifo", "file", "store", "target", "to-fifo", "to-file"])
+
+
 def test_pins_and_names_choose(store, tmp_path):
     pin(store, PROMPTS[0], "tools", 1)
     # A pin whose end is not there: as much of it as is.
