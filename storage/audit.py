@@ -123,7 +123,7 @@ def verify_store(
     bad &= snapshot.stored
     report.bad = bad
     num_record_problems = report.num_problems
-    _check_rows(snapshot, bad, report)
+    _check_rows(snapshot, report)
     report.num_row_problems = report.num_problems - num_record_problems
     if repair and not report.ok:
         with env.writing() as txn:
@@ -204,7 +204,7 @@ def _snapshot(txn: Txn, medium: Medium) -> _Snapshot:
     return _Snapshot(rows, unreadable, stored, pins, wanted, unreadable_pins, recency, state)
 
 
-def _check_rows(found: _Snapshot, bad: set[bytes], report: Report) -> None:
+def _check_rows(found: _Snapshot, report: Report) -> None:
     """Add every contradiction between the rows to the report."""
     rows = found.rows
     for key in found.unreadable:

@@ -161,7 +161,6 @@ class DiskStore:
             num_evictions=counts.evictions,
             num_corrupt=counts.corrupt,
             num_stored=counts.stored,
-            num_loaded=counts.loaded,
             num_refused=counts.refused,
             num_failed=counts.failed,
             num_resets=self._env.num_resets,
@@ -233,7 +232,6 @@ class DiskStore:
         except CONTRADICTIONS as error:
             self._session.distrust(error)
             return LoadOutcome.FAILED
-        self._session.count(loaded=1)
         return LoadOutcome.LOADED
 
     @property

@@ -51,7 +51,6 @@ class Counts:
     evictions: int = 0
     corrupt: int = 0
     stored: int = 0
-    loaded: int = 0
     refused: int = 0
     failed: int = 0
 

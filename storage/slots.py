@@ -67,8 +67,8 @@ class SlotOwner(Protocol):
 
 
 @dataclass(slots=True)
-class Reservation:
-    """A slot being filled, owned by whoever fills it until `commit` or `abort`."""
+class _Held:
+    """A slot that somebody holds, until it is closed once."""
 
     _arena: SlotOwner
     _slot: Slot
@@ -84,8 +84,19 @@ class Reservation:
 
     @property
     def view(self) -> memoryview:
-        """Where the block's bytes go: `block_nbytes` bytes, writable."""
+        """The block's `block_nbytes` bytes: a reservation's are to be written, a lease's are not."""
         return self._arena.slot_view(self._slot.id)
+
+    def _close(self) -> None:
+        if not self._open:
+            raise InvariantError(f"the {type(self).__name__.lower()} of slot {self._slot.id} was closed twice")
+        self._open = False
+
+
+class Reservation(_Held):
+    """A slot being filled, owned by whoever fills it until `commit` or `abort`."""
+
+    __slots__ = ()
 
     def commit(self) -> Lease:
         """The bytes are complete: make the block findable. The lease keeps it until released."""
@@ -97,37 +108,14 @@ class Reservation:
         self._close()
         self._arena.on_abort(self._slot)
 
-    def _close(self) -> None:
-        if not self._open:
-            raise InvariantError(f"slot {self._slot.id} was committed or aborted already")
-        self._open = False
 
-
-@dataclass(slots=True)
-class Lease:
+class Lease(_Held):
     """Keeps a READY slot's bytes where they are. Use it as a context manager, or release it once, whatever happens."""
 
-    _arena: SlotOwner
-    _slot: Slot
-    _open: bool = field(default=True)
-
-    @property
-    def slot(self) -> int:
-        return self._slot.id
-
-    @property
-    def hash(self) -> bytes:
-        return self._slot.hash
-
-    @property
-    def view(self) -> memoryview:
-        """The block's bytes; not to be written."""
-        return self._arena.slot_view(self._slot.id)
+    __slots__ = ()
 
     def release(self) -> None:
-        if not self._open:
-            raise InvariantError(f"a lease on slot {self._slot.id} was released twice")
-        self._open = False
+        self._close()
         self._arena.on_release(self._slot)
 
     def __enter__(self) -> Lease:

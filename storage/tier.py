@@ -93,7 +93,6 @@ class TierUsage:
     num_evictions: int = 0
     num_corrupt: int = 0
     num_stored: int = 0
-    num_loaded: int = 0
     num_refused: int = 0
     num_failed: int = 0
     num_resets: int = 0

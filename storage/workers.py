@@ -54,9 +54,8 @@ class _Worker:
 
 @dataclass(frozen=True, slots=True)
 class QueueDepths:
-    """Jobs waiting, and bytes of jobs that wait or run."""
+    """Writes waiting, and bytes of jobs that wait or run."""
 
-    num_loads: int
     load_nbytes: int
     num_writes: int
     write_nbytes: int
@@ -190,7 +189,7 @@ class StorageWorkers:
 
     @property
     def depths(self) -> QueueDepths:
-        return QueueDepths(len(self._loads), self._loads.nbytes, len(self._writes), self._writes.nbytes)
+        return QueueDepths(self._loads.nbytes, len(self._writes), self._writes.nbytes)
 
     def health(self) -> list[str]:
         """What is wrong with the threads, for people; empty while all is well. Dead ones are replaced after a second."""
