@@ -86,6 +86,7 @@ BAD_COMPLETIONS = [
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
     ({"logit_bias": {"99999999999999": 1}}, "logit_bias"),
     ({"logit_bias": {"300": 1}}, "logit_bias"),
+    ({"logit_bias": {"7": 1, "007": 2}}, "logit_bias"),
     ({"logit_bias": {"3": 101}}, "logit_bias"),
     ({"logit_bias": [1]}, "logit_bias"),
     ({"logprobs": 21}, "logprobs"),

@@ -204,8 +204,12 @@ def _check_generate(body: GenerateBody) -> None:
 
 
 def parse_logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
-    """OpenAI's `logit_bias`: token ids as texts. Raises `RequestError` for a key that is no token id."""
-    for key in bias:
+    """OpenAI's `logit_bias`: token ids as texts. Raises `RequestError` for a key that is no token id, or names one twice."""
+    parsed: dict[int, float] = {}
+    for key, value in bias.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
             raise RequestError(f"'logit_bias' keys must be token ids, got {key[:40]!r}.", param="logit_bias")
-    return {int(key): value for key, value in bias.items()}
+        if int(key) in parsed:
+            raise RequestError(f"'logit_bias' names token {int(key)} twice, as {key!r} as well.", param="logit_bias")
+        parsed[int(key)] = value
+    return parsed
