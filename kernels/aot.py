@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tieredkv.kernels import block_copy, kv_write, paged_decode, paged_prefill
-from tieredkv.kernels.launch import decode_tile, launch_options, prefill_tile
+from tieredkv.kernels.launch import Tile, decode_tile, launch_options, prefill_tile
 
 ARCHS = (80, 90, 100)
 # Bytes of shared memory that one block may have (CUDA programming guide, technical specifications per capability).
@@ -101,7 +101,7 @@ def variants(archs: Sequence[int], quick: bool = False) -> Iterator[Variant]:
     for arch in archs:
         yield from _decode_variants(arch, quick)
         yield from _prefill_variants(arch, quick)
-        for dtype in ("bf16", "fp32"):
+        for dtype in ("bf16", "fp32") if quick else tuple(ITEMSIZE):
             yield from _merge_variants(arch, dtype, quick)
             yield from _write_variants(arch, dtype, quick)
         copy: dict[str, int | bool] = {"CHUNK": block_copy.CHUNK_WORDS, "STEP": block_copy.COPY_WARPS * 64}
@@ -153,26 +153,30 @@ def _decode_variants(arch: int, quick: bool) -> Iterator[Variant]:
 
 def _prefill_variants(arch: int, quick: bool) -> Iterator[Variant]:
     turn = itertools.count()
-    groups = tuple(itertools.chain(*GROUPS))
     for dtype, head_dim, window, softcap in _problems(quick):
         at = next(turn)
-        group, block_size = groups[at % len(groups)], BLOCK_SIZES[at % len(BLOCK_SIZES)]
-        tile = prefill_tile(ITEMSIZE[dtype], head_dim, group, arch, options=window or softcap)
-        constants = paged_prefill.prefill_constants(
-            tile, group, head_dim, block_size, window=window, softcap=softcap, upcast=False
-        )
-        label = _label(group, head_dim, block_size, window, softcap)
-        yield Variant(
-            paged_prefill.__name__,
-            "prefill_kernel",
-            arch,
-            dtype,
-            label,
-            constants,
-            tile.num_warps,
-            tile.num_stages,
-            {},
-        )
+        block_size = BLOCK_SIZES[at % len(BLOCK_SIZES)]
+        # Wide groups may have a tile of their own; those that share one take turns.
+        sharing: dict[Tile, list[int]] = {}
+        for group in itertools.chain(*GROUPS):
+            tile = prefill_tile(ITEMSIZE[dtype], head_dim, group, arch, options=window or softcap)
+            sharing.setdefault(tile, []).append(group)
+        for tile, groups in list(sharing.items())[: 1 if quick else None]:
+            group = groups[at % len(groups)]
+            constants = paged_prefill.prefill_constants(
+                tile, group, head_dim, block_size, window=window, softcap=softcap, upcast=False
+            )
+            yield Variant(
+                paged_prefill.__name__,
+                "prefill_kernel",
+                arch,
+                dtype,
+                _label(group, head_dim, block_size, window, softcap),
+                constants,
+                tile.num_warps,
+                tile.num_stages,
+                {},
+            )
 
 
 def _merge_variants(arch: int, dtype: str, quick: bool) -> Iterator[Variant]:
