@@ -1,15 +1,15 @@
 """Whether a model would be computed rightly, decided by checks and not by names.
 
 Two looks: `check_config` before any weight is read, and `probe_attention` on the loaded model, which records what each
-layer really hands to attention. Knows what the kernels can do (causal softmax attention over all earlier tokens or over a
-window of them, scores capped by tanh, one head size, grouped queries); knows no blocks. Every refusal is an
-`UnsupportedModelError` that names its reason.
+layer really hands to attention, and compares it with the masks that transformers' own attention would apply. Knows what
+the kernels can do (causal softmax attention over all earlier tokens or over a window of them, scores capped by tanh, one
+head size, grouped queries); knows no blocks. Every refusal is an `UnsupportedModelError` that names its reason.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,9 @@ from tieredkv.errors import ConfigError, UnsupportedModelError
 # The variants whose rotated keys depend on the position alone, never on how long the prompt has become.
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 _LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
-_PROBE = "tieredkv_probe"
+_PROBE, _MASK_PROBE = "tieredkv_probe", "tieredkv_mask_probe"
+# Whether a query sees a key: (batch, head, position of the query, position of the key) -> bool, of tensors.
+MaskRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _MULTIMODAL = ("vision_config", "audio_config", "text_config", "speech_config", "image_token_id", "image_token_index")
 _LATENT = ("kv_lora_rank", "qk_rope_head_dim")
 _REFUSED_ARGUMENTS = {
@@ -177,21 +179,7 @@ def probe_attention(model: Any) -> AttentionFacts:
         return output.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(_PROBE, record)
-    before = model.config._attn_implementation
-    tokens = torch.zeros((1, 2), dtype=torch.long, device=model.device)
-    positions = torch.arange(2, device=model.device)[None]
-    model.set_attn_implementation(_PROBE)
-    try:
-        with torch.inference_mode():
-            model(
-                input_ids=tokens,
-                position_ids=positions,
-                use_cache=False,
-                logits_to_keep=torch.tensor([1], device=model.device),
-                kv_batch=marker,
-            )
-    finally:
-        model.set_attn_implementation(before)
+    _run_two_tokens(model, _PROBE, kv_batch=marker)
     num_layers = int(model.config.num_hidden_layers)
     calls.sort(key=lambda call: call.layer)
     if [call.layer for call in calls] != list(range(num_layers)):
@@ -202,6 +190,7 @@ def probe_attention(model: Any) -> AttentionFacts:
     query, key, value = calls[0].shapes
     if any(call.shapes != (query, key, value) for call in calls) or key != value or query[-1] != key[-1]:
         raise UnsupportedModelError("keys and values must have one shape in all layers")
+    _check_masks(model, [call.window for call in calls])
     return AttentionFacts(
         num_layers=num_layers,
         num_heads=query[1],
@@ -211,3 +200,60 @@ def probe_attention(model: Any) -> AttentionFacts:
         windows=tuple(call.window for call in calls),
         softcaps=tuple(call.softcap for call in calls),
     )
+
+
+def _run_two_tokens(model: Any, attention_name: str, **arguments: Any) -> None:
+    before = model.config._attn_implementation
+    model.set_attn_implementation(attention_name)
+    try:
+        with torch.inference_mode():
+            model(
+                input_ids=torch.zeros((1, 2), dtype=torch.long, device=model.device),
+                position_ids=torch.arange(2, device=model.device)[None],
+                use_cache=False,
+                logits_to_keep=torch.tensor([1], device=model.device),
+                **arguments,
+            )
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _check_masks(model: Any, windows: Sequence[int | None]) -> None:
+    """Refuse a model in which some layer's mask hides other tokens than the layer tells attention to hide.
+
+    transformers' own attention goes by the mask, ours by the layer's arguments, and there are models that build a mask for a
+    window which their attention is never told of. Prompts shorter than the window would not show it. So every mask is asked
+    for as the rule that it is made by, and the rule is tried around the window's edge.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    rules: list[MaskRule] = []
+    found: dict[int, MaskRule] = {}
+
+    def remember(q_length: int, kv_length: int, mask_function: MaskRule, **_: Any) -> torch.Tensor:
+        rules.append(mask_function)
+        return torch.full((1, 1, q_length, kv_length), float(len(rules)))
+
+    def record(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        if attention_mask is not None:
+            found[module.layer_idx] = rules[int(attention_mask.amax()) - 1]
+        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(_MASK_PROBE, record)
+    AttentionMaskInterface.register(_MASK_PROBE, remember)
+    _run_two_tokens(model, _MASK_PROBE)
+    for layer, rule in found.items():
+        window = windows[layer]
+        edges = (window - 1, window) if window else ()
+        distances = torch.tensor(sorted({-1, *edges, *(2**i - 1 for i in range(25))}))
+        at, zero = torch.tensor(2**25), torch.tensor(0)
+        seen = rule(zero, zero, at, at - distances).expand(distances.shape)
+        expected = (distances >= 0) & (distances < (window or 2**25))
+        if wrong := distances[seen != expected].tolist():
+            raise UnsupportedModelError(
+                f"layer {layer}: the mask {'hides' if expected[distances == wrong[0]] else 'shows'} the token {wrong[0]} "
+                f"before a query's own, while attention is told of {f'a window of {window}' if window else 'no window'}"
+            )

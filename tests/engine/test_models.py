@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -256,6 +257,60 @@ def probed(monkeypatch, **arguments):
 def test_the_probe_sees_what_the_config_does_not_say(arguments, reason, monkeypatch):
     with pytest.raises(UnsupportedModelError, match=reason):
         support.probe_attention(probed(monkeypatch, **arguments))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("Qwen2MoeConfig", {"use_sliding_window": True, "max_window_layers": 1, "moe_intermediate_size": 32}),
+        ("PhimoeConfig", {"num_local_experts": 4}),
+    ],
+)
+def test_a_window_that_only_the_mask_knows_of_is_noticed(kind, settings):
+    """transformers' own attention goes by the mask; prompts shorter than the window would be answered rightly."""
+    config = getattr(transformers, kind)(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        sliding_window=4000,
+        **settings,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UnsupportedModelError, match="the mask hides the token 4095 before"):
+        support.probe_attention(model)
+
+
+@pytest.mark.parametrize(("window", "told"), [(4000, 4001), (4000, 3999), (4000, None), (None, 4000)])
+def test_a_window_that_is_not_the_masks_is_noticed(window, told, monkeypatch):
+    """What a layer tells attention must be what the mask says, to the token, however wide the window."""
+    model = AutoModelForCausalLM.from_config(config_of("mistral", sliding_window=window)).eval()
+    assert support.probe_attention(model).windows == (window,) * 3
+    for layer in model.model.layers:
+        original = layer.self_attn.forward
+        monkeypatch.setattr(
+            layer.self_attn,
+            "forward",
+            functools.partial(with_window, original, told),
+        )
+    with pytest.raises(UnsupportedModelError, match=r"layer 0: the mask (hides|shows)"):
+        support.probe_attention(model)
+
+
+def with_window(forward, window, *args, **kwargs):
+    """A layer's forward that tells attention of another window than its mask has."""
+    from transformers import AttentionInterface
+
+    name = forward.__self__.config._attn_implementation
+    original = AttentionInterface._global_mapping[name]
+    AttentionInterface.register(name, lambda *a, **k: original(*a, **(k | {"sliding_window": window})))
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        AttentionInterface.register(name, original)
 
 
 def test_the_probe_leaves_the_model_as_it_was(monkeypatch):
