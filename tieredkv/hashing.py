@@ -44,6 +44,13 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
     return packed.tobytes()
 
 
+def unpack_tokens(packed: bytes) -> list[int]:
+    """The token ids that `pack_tokens` packed."""
+    if not _NATIVE_U32:  # pragma: no cover - big-endian machines
+        return [int.from_bytes(packed[i : i + 4], "little") for i in range(0, len(packed), 4)]
+    return array("I", packed).tolist()
+
+
 def tenant_salt(*, api_key: str | None = None, cache_salt: str | None = None) -> bytes:
     """What keeps one tenant's blocks apart from another's; 32 bytes, or empty for the shared tenant.
 

@@ -20,7 +20,6 @@ import hashlib
 import json
 import os
 import struct
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,9 +189,7 @@ class PrefixFileReader:
 
     def _check_place(self, found: Header, token_ids: bytes, where: str) -> None:
         """The block's name is that of these tokens behind that parent, which has come before."""
-        tokens = array("I")
-        tokens.frombytes(token_ids)
-        if hashing.block_hash(found.parent, tokens) != found.hash:
+        if hashing.block_hash(found.parent, hashing.unpack_tokens(token_ids)) != found.hash:
             raise PrefixFileError(f"{where}: its hash is not that of its tokens")
         if found.depth and self._depths.get(found.parent) != found.depth - 1:
             raise PrefixFileError(f"{where}: the block before it is not in the file")

@@ -13,10 +13,10 @@ Knows hashes, rows and nodes; no engine. Runs in a thread that may take its time
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tieredkv import hashing
 from tieredkv.branches import NAME_LABEL, ROOT_LABEL, Node, Root, Snapshot
 from tieredkv.reports import BlockReport, PrefixReport
 from tieredkv.storage.index import Row
@@ -81,7 +81,7 @@ class _Block:
     def token_ids(self) -> Sequence[int]:
         if self.node is not None:
             return self.node.token_ids
-        return unpack_tokens(self._stored.token_ids)
+        return hashing.unpack_tokens(self._stored.token_ids)
 
     @property
     def last_use_s(self) -> float:
@@ -122,13 +122,6 @@ class Branch:
     blocks: list[_Block]
     parent: bytes | None
     num_children: int
-
-
-def unpack_tokens(packed: bytes) -> list[int]:
-    """Token ids from unsigned 32-bit little endian."""
-    if array("I").itemsize == 4 and int.from_bytes(array("I", [1]).tobytes(), "little") == 1:
-        return array("I", packed).tolist()
-    return [int.from_bytes(packed[i : i + 4], "little") for i in range(0, len(packed), 4)]
 
 
 class PrefixTree:

@@ -107,6 +107,11 @@ def test_a_caller_cannot_reach_another_keys_cache():
     assert not mine & theirs
 
 
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=40))
+def test_packed_tokens_come_back(tokens):
+    assert hashing.unpack_tokens(hashing.pack_tokens(tokens)) == tokens
+
+
 def test_tokens_outside_32_bits_are_refused():
     for bad in (-1, 2**32):
         with pytest.raises(OverflowError):
