@@ -104,7 +104,7 @@ def test_prompts_from_everywhere(run, admin, tmp_path, monkeypatch):
     for arguments, num in counts.items():
         assert ask(run, "lookup", *arguments)["num_tokens"] == num
     done = subprocess.run(
-        [sys.executable, "-c", "from tieredkv.cli.admin import _read; from pathlib import Path; print(_read(Path('-')))"],
+        [sys.executable, "-c", "from tieredkv.cli.admin_input import _read; from pathlib import Path; print(_read(Path('-')))"],
         input="from a pipe", capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout == "from a pipe\n"

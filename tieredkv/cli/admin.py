@@ -21,6 +21,17 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from tieredkv.cli import admin_tables as tables
 from tieredkv.cli.admin_client import DEFAULT_URL, AdminClient, AdminError, segment
+from tieredkv.cli.admin_input import (
+    MessagesFile,
+    Prompt,
+    PromptText,
+    Salt,
+    Tokens,
+    Ttl,
+    prompt_field,
+    prompts_of,
+    ttl_value,
+)
 from tieredkv.config import Config
 from tieredkv.types import Tier
 
@@ -52,18 +63,6 @@ Key = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")]
 Tiers = Annotated[list[Tier] | None, typer.Option("--tier", help="Only this tier; may be repeated.")]
 Tenant = Annotated[str | None, typer.Option("--tenant", metavar="LABEL", help="The tenant that is meant.")]
-Prompt = Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="The prompt as text.")]
-PromptText = Annotated[
-    Path | None,
-    typer.Option("--file", metavar="FILE", allow_dash=True, help="File with the prompt as text; - reads it here."),
-]
-MessagesFile = Annotated[
-    Path | None,
-    typer.Option("--messages", metavar="FILE", allow_dash=True, help="JSON file with a list of chat messages."),
-]
-Tokens = Annotated[str | None, typer.Option("--tokens", metavar="IDS", help="Token ids, separated by commas.")]
-Salt = Annotated[str | None, typer.Option("--cache-salt", metavar="TEXT", help="The cache_salt of the requests meant.")]
-Ttl = Annotated[str | None, typer.Option("--ttl", metavar="TIME", help="Seconds, or 5m, 1h, 7d.")]
 
 
 @app.command("cache")
@@ -129,7 +128,7 @@ def lookup(
     as_json: AsJson = False,
 ) -> int:
     """What a request with this prompt would find, restore, compute and save."""
-    body = _prompt(prompt, file, messages, tokens) | {"cache_salt": cache_salt, "tenant": tenant}
+    body = prompt_field(prompt, file, messages, tokens) | {"cache_salt": cache_salt, "tenant": tenant}
     _, report = _client(url, key).ask("POST", "/cache/lookup", body)
     return _show(report, as_json, tables.show_lookup)
 
@@ -155,8 +154,8 @@ def pin(
 ) -> int:
     """Keep a prompt's blocks, or a branch with everything before it."""
     body: dict[str, Any] = {} if prefix_id is None else {"prefix": prefix_id}
-    body |= _prompt(prompt, file, messages, tokens, needed=prefix_id is None)
-    body |= {"tier": tier, "ttl": _ttl(ttl), "name": name, "warm": warm, "cache_salt": cache_salt, "tenant": tenant}
+    body |= prompt_field(prompt, file, messages, tokens, needed=prefix_id is None)
+    body |= {"tier": tier, "ttl": ttl_value(ttl), "name": name, "warm": warm, "cache_salt": cache_salt, "tenant": tenant}
     _, report = _client(url, key).ask("POST", "/pins", body)
     _show(report, as_json, lambda console, made: tables.show_pins(console, [made]))
     if report["outcome"] == "accepted":
@@ -193,7 +192,7 @@ def warm(
 ) -> int:
     """Compute the prompts of a file in the background."""
     client = _client(url, key)
-    entries = _entries(file, tenant)
+    entries = prompts_of(file, tenant)
     started = [
         client.ask("POST", "/cache/warm", {"prompts": entries[at : at + MAX_WARM_PROMPTS], "name": name})[1]
         for at in range(0, len(entries), MAX_WARM_PROMPTS)
@@ -329,72 +328,6 @@ def _show(report: Any, as_json: bool, show: Callable[[Console, Any], None]) -> i
 def _show_removal(status: int, report: Any, as_json: bool, done: str) -> int:
     _show(report, as_json, lambda console, removal: tables.show_removal(console, removal, done))
     return 0 if status == 200 else EXIT_INCOMPLETE
-
-
-def _prompt(
-    prompt: str | None, file: Path | None, messages: Path | None, tokens: str | None, *, needed: bool = True
-) -> dict[str, Any]:
-    """The field of a body that says which prompt is meant."""
-    num_given = sum(value is not None for value in (prompt, file, messages, tokens))
-    if num_given != int(needed):
-        ways = "exactly one of --prompt, --file, --messages and --tokens is needed"
-        raise AdminError(ways if needed else "--prefix stands in place of a prompt")
-    if prompt is not None:
-        return {"prompt": prompt}
-    if file is not None:
-        return {"prompt": _read(file)}
-    if messages is not None:
-        try:
-            return {"messages": json.loads(_read(messages))}
-        except ValueError as error:
-            raise AdminError(f"{messages} is not valid JSON: {error}") from None
-    if tokens is not None:
-        try:
-            return {"tokens": [int(part) for part in tokens.split(",")]}
-        except ValueError:
-            raise AdminError(f"--tokens must be whole numbers separated by commas, got {tokens[:60]!r}") from None
-    return {}
-
-
-def _ttl(text: str | None) -> str | float | None:
-    """Plain numbers are seconds; the server knows the other forms."""
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return text
-
-
-def _read(path: Path) -> str:
-    try:
-        raw = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-        return raw.decode("utf-8")
-    except OSError as error:
-        raise AdminError(f"cannot read {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise AdminError(f"{path} is not text in UTF-8") from None
-
-
-def _entries(path: Path, tenant: str | None) -> list[dict[str, Any]]:
-    """The lines of a prompt file as the API takes them."""
-    from tieredkv.prompt_file import PromptFile
-
-    entries = []
-    for line in PromptFile(path):
-        entry = {
-            "prompt": line.prompt,
-            "messages": line.messages,
-            "tokens": line.tokens,
-            "name": line.name,
-            "pin": line.pin,
-            "ttl": line.ttl_s,
-            "cache_salt": line.cache_salt,
-            "tier": line.tier,
-            "tenant": tenant,
-        }
-        entries.append({name: value for name, value in entry.items() if value is not None})
-    if not entries:
-        raise AdminError(f"{path} holds no prompts")
-    return entries
 
 
 def _wait(client: AdminClient, job: Mapping[str, Any]) -> Mapping[str, Any]:
