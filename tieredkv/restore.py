@@ -100,8 +100,8 @@ class _Loading:
 
 
 class Restorer:
-    """Starts restores and follows them. `loaded(tier, num_blocks, seconds)` reports measurements, `promoted(info)` blocks that
-    came from disk to the host tier, `missing(hash)` blocks that the disk turned out not to hold.
+    """Starts restores and follows them. `measured(tier, num_blocks, seconds)` reports how fast blocks came, `loaded(info)`
+    those that came from disk to the host tier, `missing(hash)` blocks that the disk turned out not to hold.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class Restorer:
         host: HostTier,
         disk: DiskTier | None,
         clock: Callable[[], float],
-        loaded: Callable[[Tier, int, float], None],
-        promoted: Callable[[BlockInfo], None],
+        measured: Callable[[Tier, int, float], None],
+        loaded: Callable[[BlockInfo], None],
         missing: Callable[[bytes], None],
     ) -> None:
         self._pool = pool
@@ -120,9 +120,9 @@ class Restorer:
         self._host = host
         self._disk = disk
         self._clock = clock
-        self._loaded = loaded
+        self._measured = measured
         self._arrivals = {Tier.HOST: Arrivals(), Tier.DISK: Arrivals()}
-        self._promoted = promoted
+        self._loaded = loaded
         self._missing = missing
         # With which priority a block goes into the host tier.
         self.priority: Callable[[bytes], int] = lambda block_hash: DEFAULT_PRIORITY
@@ -190,7 +190,7 @@ class Restorer:
         """Restores that have finished since the last call; their `num_usable` is final."""
         now_s = self._clock()
         for tier, arrivals in self._arrivals.items():
-            self._loaded(tier, *arrivals.take(now_s))
+            self._measured(tier, *arrivals.take(now_s))
         finished = []
         for restore in self._active:
             if now_s >= restore.deadline_s:
@@ -220,7 +220,7 @@ class Restorer:
                 continue
             self._arrivals[Tier.DISK].add(1, tag.started_s)
             lease = tag.reservation.commit()
-            self._promoted(restore.items[index].info)
+            self._loaded(restore.items[index].info)
             if wanted and index < restore.limit:
                 arrived.setdefault(id(restore), (restore, {}))[1][index] = lease
             else:

@@ -94,8 +94,8 @@ class Tiers:
             host,
             disk,
             clock,
-            loaded=gate.measure_load,
-            promoted=self._promoted,
+            measured=gate.measure_load,
+            loaded=self._loaded,
             missing=self.spiller.lost_on_disk,
         )
         self._branches: Branches | None = None
@@ -115,7 +115,7 @@ class Tiers:
         if self.disk is not None:
             self.disk.rank = rank
 
-    def _promoted(self, info: BlockInfo) -> None:
+    def _loaded(self, info: BlockInfo) -> None:
         if self._branches is not None:
             self._branches.stored(Tier.HOST, info, "restored")
         self.spiller.resident(info, on_disk=True)
