@@ -155,7 +155,14 @@ def pin(
     """Keep a prompt's blocks, or a branch with everything before it."""
     body: dict[str, Any] = {} if prefix_id is None else {"prefix": prefix_id}
     body |= prompt_field(prompt, file, messages, tokens, needed=prefix_id is None)
-    body |= {"tier": tier, "ttl": ttl_value(ttl), "name": name, "warm": warm, "cache_salt": cache_salt, "tenant": tenant}
+    body |= {
+        "tier": tier,
+        "ttl": ttl_value(ttl),
+        "name": name,
+        "warm": warm,
+        "cache_salt": cache_salt,
+        "tenant": tenant,
+    }
     _, report = _client(url, key).ask("POST", "/pins", body)
     _show(report, as_json, lambda console, made: tables.show_pins(console, [made]))
     if report["outcome"] == "accepted":
