@@ -186,7 +186,8 @@ def decode_planned(
         out = torch.nn.functional.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
         return out.reshape(batch, heads, dim)
     k, v = kv.transpose(2, 3).reshape(2, batch * num_kv_heads, plan.context_len, dim).unbind(0)
-    scores = torch.bmm((q * scale).view(batch * num_kv_heads, group, dim), k.transpose(1, 2))
+    # Heads may lie outermost, as rotating a part of each leaves them: then this copies.
+    scores = torch.bmm((q * scale).reshape(batch * num_kv_heads, group, dim), k.transpose(1, 2))
     if softcap:
         scores.div_(softcap).tanh_().mul_(softcap)
     if mask is not None:

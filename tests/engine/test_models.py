@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -12,11 +13,16 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from tests.engine.test_model_runner import sequences
 from tests.models_for_tests import ARCHITECTURES, EOS_TOKEN_ID, VOCAB_SIZE, build, config_of, hf_tokenizer
+from tests.naive_kernels import OPS
 from tieredkv import support
-from tieredkv.config import ModelConfig
+from tieredkv.batch import build_batch
+from tieredkv.config import Config, ModelConfig
 from tieredkv.errors import ConfigError, UnsupportedModelError
+from tieredkv.model_runner import ModelRunner
 from tieredkv.models import LoadedModel, choose_device, choose_dtype, load_model, stock_logits
+from tieredkv.sequence import ScheduledSequence, Sequence
 
 TOKENS = [5, 260, 17, 81, 262, 30, 99, 260]
 CPU = torch.device("cpu")
@@ -187,9 +193,13 @@ def test_a_window_as_wide_as_the_context_is_no_window(tmp_path):
         ("Olmo2Config", {}),
         ("GemmaConfig", {"head_dim": 32}),
         ("PhiConfig", {}),
+        ("GPTNeoXConfig", {}),
+        ("GlmConfig", {"head_dim": 16}),
+        ("Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+        ("Cohere2Config", {"sliding_window": 7}),
     ],
 )
-def test_other_decoders_whose_attention_fits_are_supported(kind, settings, tmp_path):
+def test_other_decoders_whose_attention_fits_are_served(kind, settings, tmp_path):
     common = {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -205,6 +215,30 @@ def test_other_decoders_whose_attention_fits_are_supported(kind, settings, tmp_p
     assert loaded.layout.num_layers == 2
     if kind == "GraniteConfig":
         assert loaded.namespace.attention["scaling"] == [0.3]
+    made = sequences([50] * 5)
+    expected = [stock_logits(loaded.model, sequence.token_ids, "eager") for sequence in made]
+    for ops in (OPS, None):
+        runner = ModelRunner(loaded, Config.load({"device": "cpu", "num_gpu_blocks_override": 200}), ops=ops)
+        runner.self_check()
+        for found, stock in zip(run_side_by_side(runner, sequences([50] * 5)), expected, strict=True):
+            tolerance = 1e-4 * stock.abs().max().item()
+            for position, row in found.items():
+                torch.testing.assert_close(row, stock[position], rtol=1e-4, atol=tolerance)
+
+
+def run_side_by_side(runner: ModelRunner, made: list[Sequence]) -> list[dict[int, torch.Tensor]]:
+    """Compute equally long sequences together: a prompt's half, some tokens one a step, the rest; logits by position."""
+    prompts = [list(sequence.token_ids) for sequence in made]
+    found: list[dict[int, torch.Tensor]] = [{} for _ in made]
+    borders = [0, 25, 26, 27, 28, len(prompts[0])]
+    for start, end in itertools.pairwise(borders):
+        parts = []
+        for sequence, prompt in zip(made, prompts, strict=True):
+            sequence.token_ids = prompt[:end]
+            parts.append(ScheduledSequence(sequence, start, end - start))
+        for rows, row in zip(found, runner.logits(build_batch(parts, 16)), strict=True):
+            rows[end - 1] = row.clone()
+    return found
 
 
 @pytest.mark.parametrize(

@@ -151,3 +151,22 @@ def test_contexts_of_very_different_length_are_read_apart():
     read = sum(plan.num_sequences * plan.context_len for plan in plans)
     assert read < 1.5 * lens.sum()
     assert sorted(m for plan in plans for m in plan.members.tolist()) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("num_seqs", [1, 2, 3, 6])
+def test_it_does_not_matter_how_queries_lie_in_memory(num_seqs, window, softcap):
+    """Models hand over views of many kinds: tokens outermost, heads outermost, a part of a wider tensor."""
+    case = make_case([5 + 9 * s for s in range(num_seqs)])
+    q = torch.randn(num_seqs, 4, 16)
+    by_head = q.transpose(0, 1).contiguous().transpose(0, 1)
+    part = torch.cat((q, q), -1)[..., 16:]
+    starts = np.array([0, num_seqs])
+    for other in (by_head, part):
+        for kernel, tables, lens in (
+            (reference.paged_decode, case.tables, case.context_lens),
+            (lambda *a: reference.paged_prefill(*a[:5], starts, *a[5:]), case.tables[-1:], case.context_lens[-1:]),
+        ):
+            expected = kernel(q, case.blocks, 1, tables, lens, 0.3, window, softcap)
+            torch.testing.assert_close(kernel(other, case.blocks, 1, tables, lens, 0.3, window, softcap), expected)
