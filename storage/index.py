@@ -298,6 +298,10 @@ class Index:
         """All pins. Raises `struct.error` where one cannot be read."""
         return [PinRecord.unpack(key.removeprefix(PIN_KEY), value) for key, value in self._pin_rows()]
 
+    def pins_cost_nbytes(self, *, without: bytes) -> int:
+        """About what all pins but one take in the store."""
+        return sum(PinRecord.cost_of(value) for key, value in self._pin_rows() if key != PIN_KEY + without)
+
     def due_pins(self, now_us: int) -> list[bytes]:
         """Ids of the pins that have expired."""
         return [

@@ -26,12 +26,12 @@ class PinStore:
         """Keep a pin, in the place of the one with its id if there is one; returns how many of its leading blocks are resident,
         None if it was not kept.
         """
+        cost_nbytes = PinRecord.cost_of(record.pack())
 
         def apply(index: Index) -> int:
-            others = (pin.cost_nbytes for pin in index.pin_records() if pin.id != record.id)
             capacity_nbytes = index.state.capacity_nbytes
             room_nbytes = (map_nbytes_for(capacity_nbytes) - budget_nbytes_for(capacity_nbytes)) // 4
-            if record.cost_nbytes + sum(others) > room_nbytes:
+            if cost_nbytes + index.pins_cost_nbytes(without=record.id) > room_nbytes:
                 return -1
             index.put_pin(record)
             return num_resident(index, record)

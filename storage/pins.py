@@ -47,10 +47,11 @@ class PinRecord:
     def num_tokens(self) -> int:
         return len(self.token_ids) // _TOKEN_NBYTES
 
-    @property
-    def cost_nbytes(self) -> int:
-        """About what the pin takes in a store."""
-        return 2 * len(self.pack()) + _COUNT_NBYTES * len(self.hashes)
+    @staticmethod
+    def cost_of(value: memoryview | bytes) -> int:
+        """About what a packed pin takes in a store, without reading all of it."""
+        num_hashes: int = _HEAD.unpack_from(value)[6]
+        return 2 * len(value) + _COUNT_NBYTES * num_hashes
 
     def is_due(self, now_us: int) -> bool:
         return self.expires_us != NEVER and self.expires_us <= now_us

@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from tieredkv import hashing, inspection
@@ -62,6 +63,8 @@ ENGINE_TIMEOUT_S = 60.0
 """A step of the engine may take seconds; what takes longer than this has gone wrong."""
 DISK_TIMEOUT_S = 30.0
 PIN_TIMEOUT_S = 5.0
+PINS_AT_ONCE = 100
+"""Pins reported between two steps of the engine."""
 CHANGE_TIMEOUT_S = 30.0
 """Longest wait for removals that were asked for before."""
 VERIFY_TIMEOUT_S = 1800.0
@@ -188,15 +191,8 @@ class Admin:
     async def lookup(self, token_ids: list[int], *, tenant: bytes) -> LookupReport:
         """What a request with these prompt tokens would find; changes nothing."""
         namespace, block_size = await self._call(lambda core: (core.namespace, core.block_size))
-        hashes: list[bytes] = []
-        await asyncio.to_thread(
-            hashing.extend_chain,
-            hashes,
-            hashing.root_hash(namespace, tenant),
-            token_ids,
-            block_size,
-            len(token_ids) // block_size,
-        )
+        root = hashing.root_hash(namespace, tenant)
+        hashes = await asyncio.to_thread(hashing.full_block_hashes, root, token_ids, block_size)
         try:
             length = await self._on_disk(lambda store: store.longest_prefix(hashes), DISK_TIMEOUT_S)
         except StorageError:
@@ -305,9 +301,13 @@ class Admin:
         return True
 
     async def pins(self, *, scope: str | None = None) -> list[PinReport]:
-        """All pins, the newest first."""
+        """All pins, the newest first; each as it stood when its turn came."""
         await self._pins_known()
-        return await self._call(lambda core: core.pins.list(scope=scope))
+        ids = await self._call(lambda core: core.pins.ids(scope=scope))
+        reports: list[PinReport] = []
+        for at in range(0, len(ids), PINS_AT_ONCE):
+            reports += await self._call(partial(_pin_reports, ids=ids[at : at + PINS_AT_ONCE]))
+        return reports
 
     async def get_pin(self, pin_id: str, *, scope: str | None = None) -> PinReport:
         """One pin. Raises `RequestError` with status 404."""
@@ -475,6 +475,11 @@ def _prefix_or_none(prefix_id: str | None) -> bytes | None:
 
 def _texts(report: PrefixReport) -> list[str]:
     return [text for text in (report.name, report.tenant, report.first_words, report.last_words) if text]
+
+
+def _pin_reports(core: EngineCore, *, ids: Sequence[str]) -> list[PinReport]:
+    """Reports of those that are still there."""
+    return [report for pin_id in ids if (report := core.pins.get(pin_id)) is not None]
 
 
 def _found(report: PinReport | None) -> PinReport:

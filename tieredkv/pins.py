@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import builtins
 import secrets
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -89,6 +88,7 @@ class Pins:
             enabled=enabled,
         )
         self._pins: dict[bytes, _Pin] = {}
+        self._by_block: dict[bytes, tuple[str, ...]] = {}
         self._store = StoredPins(self._disk, self._saved, self._seen)
         self._num_resets: int | None = None
         self._seen_us = 0
@@ -171,10 +171,14 @@ class Pins:
 
     def list(self, *, scope: str | None = None) -> builtins.list[PinReport]:
         """The pins in `scope` (None: everybody's), the newest first."""
+        return [report for pin_id in self.ids(scope=scope) if (report := self.get(pin_id)) is not None]
+
+    def ids(self, *, scope: str | None = None) -> builtins.list[str]:
+        """The ids of what `list` lists; each report takes a look at each of its blocks."""
         self.expire()
         self._see_again()
-        chosen = [pin for pin in self._pins.values() if scope in (None, pin.record.owner)]
-        return [self._report(pin) for pin in sorted(chosen, key=lambda pin: -pin.record.created_us)]
+        chosen = [pin.record for pin in self._pins.values() if scope in (None, pin.record.owner)]
+        return [record.id.hex() for record in sorted(chosen, key=lambda record: -record.created_us)]
 
     def is_saved(self, pin_id: str) -> bool:
         """Whether a restart would find the pin: True without a disk tier only in that there is nothing to wait for."""
@@ -184,20 +188,16 @@ class Pins:
     def token_ids(self, pin_id: str) -> Sequence[int] | None:
         """The tokens that were pinned, also those beyond what it was clipped to; for computing what is missing."""
         pin = self._find(pin_id, None)
-        return None if pin is None else _unpack_tokens(pin.record.token_ids)
+        return None if pin is None else hashing.unpack_tokens(pin.record.token_ids)
 
     def tenant(self, pin_id: str) -> bytes | None:
         """The salt that the pin's chain was made with."""
         pin = self._find(pin_id, None)
         return None if pin is None else pin.record.tenant
 
-    def by_block(self) -> dict[bytes, builtins.list[str]]:
-        """The ids of the pins on each pinned block."""
-        found: dict[bytes, builtins.list[str]] = {}
-        for pin in self._pins.values():
-            for block_hash in pin.record.hashes:
-                found.setdefault(block_hash, []).append(pin.record.id.hex())
-        return found
+    def by_block(self) -> dict[bytes, tuple[str, ...]]:
+        """A copy of the ids of the pins on each pinned block, at about 10 ns a block."""
+        return self._by_block.copy()
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -240,10 +240,7 @@ class Pins:
     # -- bookkeeping -------------------------------------------------------------------------------------------------------
 
     def _chain(self, token_ids: Sequence[int], tenant: bytes) -> Sequence[bytes]:
-        hashes: list[bytes] = []
-        num_full = len(token_ids) // self._block_size
-        hashing.extend_chain(hashes, hashing.root_hash(self._namespace, tenant), token_ids, self._block_size, num_full)
-        return hashes
+        return hashing.full_block_hashes(hashing.root_hash(self._namespace, tenant), token_ids, self._block_size)
 
     def _num_claimed_by_others(self) -> int:
         """Blocks of the store that other processes and namespaces have pinned."""
@@ -269,9 +266,19 @@ class Pins:
 
     def _count(self, pin: _Pin) -> None:
         self.keeper.add(pin.record.hashes, pin.record.tier, pin.num_firm)
+        pin_id = pin.record.id.hex()
+        for block_hash in pin.record.hashes:
+            self._by_block[block_hash] = (*self._by_block.get(block_hash, ()), pin_id)
 
     def _uncount(self, pin: _Pin) -> None:
         self.keeper.remove(pin.record.hashes, pin.record.tier, pin.num_firm)
+        pin_id = pin.record.id.hex()
+        for block_hash in pin.record.hashes:
+            others = tuple(each for each in self._by_block[block_hash] if each != pin_id)
+            if others:
+                self._by_block[block_hash] = others
+            else:
+                del self._by_block[block_hash]
 
     def _forget(self, pin: _Pin) -> None:
         self._uncount(pin)
@@ -391,15 +398,10 @@ class Pins:
         for pin in self._pins.values():
             for block_hash in pin.record.hashes:
                 counts[block_hash] = counts.get(block_hash, 0) + 1
-        if any(self.keeper.num_pins(h) != n for h, n in counts.items()) or len(counts) != self.keeper.num_noted:
+        agree = all(self.keeper.num_pins(h) == len(self._by_block[h]) == n for h, n in counts.items())
+        if not agree or not len(counts) == len(self._by_block) == self.keeper.num_noted:
             raise InvariantError("the pins and the counts of their blocks disagree")
         for tier in (Tier.DEVICE, Tier.HOST):
             if self.keeper.num_wanted_in(tier) > self.budget_blocks(tier):
                 raise InvariantError(f"pins claim more of the {tier.value} tier than they may")
         self.keeper.check_integrity()
-
-
-def _unpack_tokens(packed: bytes) -> list[int]:
-    tokens = array("I")
-    tokens.frombytes(packed)
-    return tokens.tolist()

@@ -8,7 +8,7 @@ branch ends at every block of the union whose number of children is not one. Ids
 it stays, so a list that is read page by page misses no branch that was there all the time and names none twice.
 
 Knows hashes, rows and nodes; no engine. Runs in a thread that may take its time, and yet takes little: a page reads at most
-`MAX_READS` blocks, whatever the store holds.
+`MAX_READS` blocks, whatever the store holds and the filters let through.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from tieredkv.types import Tier
 
 MAX_READS = 20_000
 """Blocks looked at for one page; about a tenth of a second's work."""
+READS_PER_REPORT = 8
+"""What describing a branch takes, in blocks looked at."""
 MAX_TO_COUNT = 10_000
-"""Blocks up to which all branches are counted for every page."""
+"""Blocks up to which all branches are counted for every page, unless that takes `MAX_READS`."""
 WORDS_OF_TOKENS = 12
 UNKNOWN_OWNER = "unknown"
 
@@ -144,9 +146,15 @@ class PrefixTree:
     def page(self, start: bytes, limit: int, accept: Accept) -> Page:
         """Up to `limit` branches from id `start` on that `accept` takes."""
         num_blocks = len(self._nodes) + (self._listing.num_blocks if self._listing is not None else 0)
-        counts = num_blocks <= MAX_TO_COUNT
-        page, num_total = Page([]), 0
+        page = self._page(start, limit, accept, counts=True) if num_blocks <= MAX_TO_COUNT else None
+        return page or self._page(start, limit, accept, counts=False) or Page([])
+
+    def _page(self, start: bytes, limit: int, accept: Accept, *, counts: bool) -> Page | None:
+        """The page, counting all branches or none; None if counting them takes too long."""
+        self.num_reads, page, num_total = 0, Page([]), 0
         for block_hash, num_children in self._walk(b"" if counts else start):
+            if counts and self.num_reads > MAX_READS:
+                return None
             if not counts and (len(page.prefixes) >= limit or (self.num_reads > MAX_READS and block_hash > start)):
                 page.next_start = block_hash
                 return page
@@ -156,6 +164,7 @@ class PrefixTree:
             if branch is None:
                 continue
             report = self.report(branch)
+            self.num_reads += READS_PER_REPORT
             if not accept(report):
                 continue
             num_total += 1

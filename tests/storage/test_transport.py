@@ -157,7 +157,7 @@ def test_only_regular_files_are_replaced(store, target, tmp_path):
     export(store, tmp_path / "to-file")
     assert (tmp_path / "to-file").is_symlink()
     assert transport.import_prefixes(target, tmp_path / "file").problem is None
-    assert sorted(os.listdir(tmp_path)) == sorted(["fifo", "file", "store", "target", "to-fifo", "to-file"])
+    assert sorted(os.listdir(tmp_path)) == sorted(["fifo", "file", "source", "target", "to-fifo", "to-file"])
 
 
 def test_pins_and_names_choose(store, tmp_path):

@@ -75,6 +75,42 @@ def run(main, *args, **settings):
         return asyncio.run(body(engine))
 
 
+def test_many_pins_are_listed_a_few_at_a_time_with_steps_between(monkeypatch):
+    monkeypatch.setattr("tieredkv.admin.PINS_AT_ONCE", 3)
+
+    async def main(operator):
+        made = []
+        for i in range(8):
+            owner = "one" if i % 2 else "two"
+            report = await operator.admin.pin(
+                prompt(16, i), tenant=b"", owner=owner, tier=None, ttl_s=None, name=f"{i}", warm=False
+            )
+            made.append(report.id)
+        listed, largest = [], 0
+        call = operator.engine.call
+
+        def watched(function):
+            def counting(core):
+                nonlocal largest
+                before = len(listed)
+                get = core.pins.get
+                core.pins.get = lambda pin_id, **more: listed.append(pin_id) or get(pin_id, **more)
+                try:
+                    return function(core)
+                finally:
+                    del core.pins.get
+                    largest = max(largest, len(listed) - before)
+
+            return call(counting)
+
+        monkeypatch.setattr(operator.engine, "call", watched)
+        assert [pin.id for pin in await operator.admin.pins()] == made[::-1] == listed
+        assert largest == 3
+        assert [pin.id for pin in await operator.admin.pins(scope="one")] == made[1::2][::-1]
+
+    run(main)
+
+
 def test_the_cache_report_adds_up(tmp_path):
     async def main(operator):
         await operator.ask(prompt(60))

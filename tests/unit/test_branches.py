@@ -279,6 +279,26 @@ def test_a_page_of_a_store_of_long_chains_reads_a_bounded_part(tmp_path, monkeyp
     store.close()
 
 
+@pytest.mark.parametrize("most_to_count", [0, 10_000])
+def test_a_page_describes_a_bounded_number_of_branches_also_if_none_of_them_is_wanted(monkeypatch, most_to_count):
+    monkeypatch.setattr(prefix_tree, "MAX_TO_COUNT", most_to_count)
+    monkeypatch.setattr(prefix_tree, "MAX_READS", 100)
+    branches = Branches(EventLog())
+    for i in range(500):
+        branches.stored(Tier.DEVICE, BlockInfo(i.to_bytes(32, "big"), b"r" * 32, 0, (i,), b"r" * 32), "computed")
+    start, seen = b"", []
+    while start is not None:
+        described = []
+        page = PrefixTree(view_of(branches), None).page(start, 50, lambda report, to=described: to.append(report.id))
+        assert page.prefixes == []
+        assert page.num_total is None
+        # Once in vain to count, once for the page.
+        assert len(described) <= 2 * (100 // prefix_tree.READS_PER_REPORT + 1)
+        seen += described
+        start = page.next_start
+    assert len(set(seen)) == 500
+
+
 def test_hits_and_uses_are_counted_per_block():
     now = [100.0]
     branches = Branches(EventLog(), clock=lambda: now[0])
