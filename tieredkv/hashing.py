@@ -92,3 +92,10 @@ def extend_chain(chain: list[bytes], parent: bytes, token_ids: Sequence[int], bl
         state.update(packed[at : at + width])
         parent = state.digest()
         chain.append(parent)
+
+
+def full_block_hashes(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """The hashes of all full blocks of a prompt, head first, below the chain's `root`."""
+    chain: list[bytes] = []
+    extend_chain(chain, root, token_ids, block_size, len(token_ids) // block_size)
+    return chain

@@ -23,7 +23,6 @@ from tieredkv.errors import ConfigError, UnsupportedModelError
 from tieredkv.layout import KVLayout, Namespace
 from tieredkv.tokenizer import Tokenizer
 
-ATTENTION = "tieredkv"
 # Settings that say nothing about what a layer computes, so that changing them keeps the cache.
 _NOT_ARCHITECTURE = frozenset(
     {
@@ -229,7 +228,7 @@ def _load_weights(checkpoint: Checkpoint, hf_config: Any, dtype: torch.dtype, de
             checkpoint.folder,
             config=hf_config,
             dtype=dtype,
-            attn_implementation=ATTENTION,
+            attn_implementation=attention.NAME,
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,

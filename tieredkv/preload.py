@@ -141,10 +141,7 @@ def make_plan(
 
 
 def _chain(prompt: WarmPrompt, namespace: bytes, block_size: int) -> list[bytes]:
-    chain: list[bytes] = []
-    root = hashing.root_hash(namespace, prompt.tenant)
-    hashing.extend_chain(chain, root, prompt.token_ids, block_size, len(prompt.token_ids) // block_size)
-    return chain
+    return hashing.full_block_hashes(hashing.root_hash(namespace, prompt.tenant), prompt.token_ids, block_size)
 
 
 def _num_common(a: bytes, b: bytes) -> int:

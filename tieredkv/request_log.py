@@ -147,11 +147,8 @@ class _Trie:
 
     def chain(self, request: _Request) -> list[bytes]:
         """The blocks that a hit can cover: not the last token."""
-        hashes: list[bytes] = []
         root = hashing.root_hash(b"", hashing.tenant_salt(cache_salt=request.cache_salt))
-        num_full = max(request.num_tokens - 1, 0) // self._block_size
-        hashing.extend_chain(hashes, root, self.tokens_of(request), self._block_size, num_full)
-        return hashes
+        return hashing.full_block_hashes(root, self.tokens_of(request)[:-1], self._block_size)
 
     def count(self, requests: Iterable[_Request]) -> dict[bytes, int]:
         """How many requests ask for each block. A block comes behind the one before it."""

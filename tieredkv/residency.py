@@ -16,10 +16,8 @@ class ResidencyLook:
 
     def __init__(self, core: EngineCore, prompt: WarmPrompt) -> None:
         self.block_size = core.block_size
-        self.hashes: list[bytes] = []
         root = hashing.root_hash(core.namespace, prompt.tenant)
-        num_full = len(prompt.token_ids) // core.block_size
-        hashing.extend_chain(self.hashes, root, prompt.token_ids, core.block_size, num_full)
+        self.hashes = hashing.full_block_hashes(root, prompt.token_ids, core.block_size)
         tiers = core.tiers
         self._host = tiers.host if tiers is not None and prompt.tier is not Tier.DEVICE else None
         wants_disk = prompt.tier in (None, Tier.DISK)

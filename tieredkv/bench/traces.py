@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tieredkv.errors import ConfigError
-from tieredkv.hashing import HASH_NBYTES, extend_chain, root_hash, tenant_salt
+from tieredkv.hashing import HASH_NBYTES, full_block_hashes, root_hash, tenant_salt
 
 TokenCounter = Callable[[Mapping[str, Any]], Sequence[int]]
 """From the body of a request to the token ids of its prompt."""
@@ -126,7 +126,6 @@ def _logged(
     except ValueError as error:
         raise ConfigError(str(error), source=where) from None
     salt = body.get("cache_salt")
-    chain: list[bytes] = []
     root = root_hash(b"", tenant_salt(cache_salt=salt if isinstance(salt, str) else None))
-    extend_chain(chain, root, list(tokens), block_size, len(tokens) // block_size)
+    chain = full_block_hashes(root, list(tokens), block_size)
     return _number(line, "timestamp", where), tuple(chain), len(tokens)
