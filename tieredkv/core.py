@@ -6,7 +6,8 @@
 Knows no threads, no HTTP, no text. The runner is a Protocol, so that everything but the numbers is tested without a model.
 
 Invariants: a request gets exactly one output with a finish reason, and none after it; a sequence that is not in the
-scheduler owns no block; a step that fails ends its requests with an error, frees their blocks and leaves the core usable.
+scheduler owns no block; a step that fails ends its requests with an error, frees their blocks and leaves the core usable,
+unless the device is lost: that is raised.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tieredkv.blocks import BlockPool
 from tieredkv.branches import Branches
 from tieredkv.cache import CacheManager, Cleared
 from tieredkv.config import Config
-from tieredkv.errors import InvariantError, RequestError
+from tieredkv.errors import DeviceLostError, InvariantError, RequestError
 from tieredkv.events import EventLog
 from tieredkv.gate import CostGate
 from tieredkv.metrics import EngineMetrics
@@ -203,6 +204,9 @@ class EngineCore:
             if parts:
                 self._report_admissions(parts)
                 self._compute(parts)
+        except DeviceLostError:
+            # Every later step would fail as well, while the engine looked alive.
+            raise
         except Exception as error:
             self._fail(parts, error)
         self.is_stalled = not parts

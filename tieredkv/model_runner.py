@@ -10,12 +10,13 @@ Invariants: `execute` computes logits only where a token is sampled and returns 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import weakref
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,7 +30,7 @@ from tieredkv.attention import AttentionStep, KVBatch, register
 from tieredkv.batch import Batch, SampledToken, build_batch
 from tieredkv.config import Config
 from tieredkv.cuda_graphs import Capture, CudaCapture, DecodeGraphs
-from tieredkv.errors import UnsupportedModelError
+from tieredkv.errors import DeviceLostError, UnsupportedModelError
 from tieredkv.kernel_step import MOST_HEAD_DIM, KernelOps, KernelStep, ops_for
 from tieredkv.models import LoadedModel
 from tieredkv.pool import KVPool
@@ -62,14 +63,32 @@ class Forward(Protocol):
 
 
 class Running:
-    """A step that was launched. `result` waits for it: one `SampledToken` per entry of `batch.sampled`, in its order."""
+    """A step that was launched. `result` waits for it: one `SampledToken` per entry of `batch.sampled`, in its order. It raises
+    what went wrong, or `DeviceLostError` when `device` does nothing any more.
+    """
 
-    def __init__(self, finish: Callable[[], list[SampledToken]]) -> None:
+    def __init__(self, finish: Callable[[], list[SampledToken]], device: torch.device) -> None:
         self._finish = finish
+        self._device = device
 
     @torch.inference_mode()
     def result(self) -> list[SampledToken]:
-        return self._finish()
+        with _telling_if_lost(self._device):
+            return self._finish()
+
+
+@contextlib.contextmanager
+def _telling_if_lost(device: torch.device) -> Iterator[None]:
+    """Turn an error after which even waiting for the device fails into `DeviceLostError`: such errors of CUDA stay."""
+    try:
+        yield
+    except Exception as error:
+        if device.type == "cuda":
+            try:
+                torch.cuda.synchronize(device)
+            except Exception as lost:
+                raise DeviceLostError(f"{device} is lost ({lost}) after {type(error).__name__}: {error}") from error
+        raise
 
 
 class ModelRunner:
@@ -115,13 +134,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Running:
-        """Start computing the batch. On CUDA this returns while the device works; one step may be running at a time."""
-        logits = self.logits(batch)
-        if not batch.sampled:
-            # Nothing to fetch, but the step's time is measured, so its end is awaited all the same.
-            self._end.record()
-            return Running(self._nothing_sampled)
-        return Running(self._sampler.start(logits, [part.sequence for part in batch.sampled]))
+        """Start computing the batch. On CUDA this returns while the device works; one step may be running at a time.
+
+        Raises what went wrong, or `DeviceLostError` when the device does nothing any more.
+        """
+        with _telling_if_lost(self.device):
+            logits = self.logits(batch)
+            if not batch.sampled:
+                # Nothing to fetch, but the step's time is measured, so its end is awaited all the same.
+                self._end.record()
+                return Running(self._nothing_sampled, self.device)
+            return Running(self._sampler.start(logits, [part.sequence for part in batch.sampled]), self.device)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> torch.Tensor:

@@ -27,7 +27,7 @@ from tieredkv.batch import build_batch
 from tieredkv.build import build_core, load_runner
 from tieredkv.config import Config
 from tieredkv.cuda_graphs import graph_sizes, graphs_nbytes
-from tieredkv.errors import UnsupportedModelError
+from tieredkv.errors import DeviceLostError, UnsupportedModelError
 from tieredkv.layout import KVLayout
 from tieredkv.model_runner import ModelRunner
 from tieredkv.models import adopt_model
@@ -307,6 +307,31 @@ def test_a_step_is_launched_and_then_awaited(folder, arch):
     (token,) = running.result()
     assert token.token_id == expected_logits(folder(arch), sequence.token_ids)[-1].argmax().item()
     assert runner.launch(build_batch([ScheduledSequence(sequence, 0, 10)], BLOCK_SIZE)).result() == []
+
+
+@pytest.mark.parametrize("lost", [True, False])
+@pytest.mark.parametrize("at", ["launch", "result"])
+def test_an_error_that_stays_is_told_from_one_that_passes(folder, at, lost, monkeypatch):
+    loaded, chosen = load(folder("llama"))
+    runner = ModelRunner(loaded, chosen, ops=OPS)
+    (sequence,) = sequences([20])
+    batch = build_batch([ScheduledSequence(sequence, 0, 20)], BLOCK_SIZE)
+
+    def fail(*_):
+        raise RuntimeError("what the step met")
+
+    def synchronize(device):
+        if lost:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(runner, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(
+        runner, *(("logits", fail) if at == "launch" else ("_sampler", SimpleNamespace(start=lambda *_: fail)))
+    )
+    with pytest.raises(DeviceLostError if lost else RuntimeError, match="what the step met") as caught:
+        runner.launch(batch).result()
+    assert isinstance(caught.value, DeviceLostError) == lost
 
 
 # The pool's size

@@ -11,6 +11,7 @@ import pytest
 from tests.fakes import Collector, FakeRunner, FakeRunning, expected_tokens, make_core, request
 from tests.tier_fakes import FakeDisk, TieredCore
 from tests.unit.test_engine import collect, make_engine
+from tieredkv.errors import DeviceLostError
 from tieredkv.gate import Arrivals, CostGate
 from tieredkv.types import FinishReason, Tier
 
@@ -81,6 +82,24 @@ def test_a_step_that_fails_at_its_result_ends_its_requests_and_no_others(overlap
     collector.run()
     if overlap:
         assert collector.tokens["second"] == expected_tokens([4, 5], 3)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_lost_device_stops_the_engine(overlap):
+    """A device that failed for good fails every later step too: an engine that went on would look alive."""
+    engine, runner = make_engine(async_scheduling=overlap)
+    runner.fail_next = DeviceLostError("cuda:0 is lost")
+
+    async def main():
+        first = engine.submit(request("first", [1, 2, 3], max_tokens=2))
+        second = engine.submit(request("second", [1, 2, 4], max_tokens=2))
+        engine.start()
+        return await asyncio.gather(collect(first), collect(second))
+
+    for _, reasons in asyncio.run(main()):
+        assert reasons == [FinishReason.ERROR]
+    assert "cuda:0 is lost" in engine.health()
+    engine.close()
 
 
 class SlowRunning(FakeRunning):
