@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 .PHONY: gpu-check gpu-wheels bench-peers help install serve demo test kernels-test kernels-aot soak lint format bench bench-tiers clean
 
 help: ## show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 install: $(VENV)/.installed ## make .venv with the package, its extras and the default model
 

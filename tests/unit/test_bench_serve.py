@@ -155,6 +155,7 @@ def test_table_and_picture(server, capsys, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert all(words in shown for words in ("TTFT, p99", "TPOT, mean", "hit rate", "tokens from host", "last / first"))
+    assert "tokens computed" in shown
 
 
 @pytest.mark.parametrize("dataset", [name for name in DATASETS if name not in ("custom", "timed-trace")])

@@ -227,7 +227,7 @@ def test_what_a_request_computes_behind_cleared_blocks_is_saved_with_them_or_not
     cranked.tiered.settle()
     assert not cranked.tiered.tiers.spiller.num_unsaved
     everything = prompt(60) + cranked.outputs.tokens["busy"]
-    serve(cranked, request("again", everything[:136] + [1, 2, 3]))
+    serve(cranked, request("again", [*everything[:136], 1, 2, 3]))
     cranked.tiered.settle()
     assert not cranked.tiered.tiers.spiller.num_unsaved
     assert all(h in disk.blocks for h in chain(everything[:136]))

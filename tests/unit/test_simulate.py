@@ -142,6 +142,8 @@ def test_command_draws(trace, tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("device", "host", "disk", "restored"))
+    assert "requests" in next(line for line in shown.splitlines() if "different ones" in line)
+    assert all(len(line) <= 80 for line in shown.splitlines())
 
 
 def test_request_logs_are_tokenized(tmp_path, capsys):

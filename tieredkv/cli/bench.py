@@ -140,10 +140,16 @@ def _run(target: Any, sessions: Sequence[Any], pace: Any, repeat: int) -> Any:
     total = sum(len(session.turns) for session in sessions)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bars:
-        tasks = [bars.add_task(f"pass {i + 1}" if repeat > 1 else "requests", total=total) for i in range(repeat)]
-        return asyncio.run(
-            load.run(target, sessions, pace, repeat=repeat, progress=lambda i: bars.update(tasks[i], advance=1))
-        )
+        names = [f"pass {i + 1}" if repeat > 1 else "requests" for i in range(repeat)]
+        # The clock of a pass starts with it, not with the first one.
+        tasks = [bars.add_task(name, total=total, start=i == 0) for i, name in enumerate(names)]
+
+        def advance(index: int) -> None:
+            bars.update(tasks[index], advance=1)
+            if index + 1 < repeat and bars.tasks[index].finished:
+                bars.start_task(tasks[index + 1])
+
+        return asyncio.run(load.run(target, sessions, pace, repeat=repeat, progress=advance))
 
 
 def _first_model(base_url: str, api_key: str | None) -> str:
@@ -202,7 +208,11 @@ def _lines(passes: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[float | 
     ]
     lines.append(("hit rate, % of prompt tokens", [100 * each["hit_rate"] for each in passes], 1))
     lines += [
-        (f"tokens from {source}", [each["tokens_by_source"][source] for each in passes], 0)
+        (
+            f"tokens {source if source == 'computed' else f'from {source}'}",
+            [each["tokens_by_source"][source] for each in passes],
+            0,
+        )
         for source in ("device", "host", "disk", "computed")
     ]
     lines += [

@@ -58,17 +58,21 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture: hit rate by capacity.")] = None,
 ) -> int:
+    from rich.console import Console
+
     from tieredkv.bench import simulate as simulation
     from tieredkv.bench.traces import read_workload
 
     if block_size not in BLOCK_SIZES:
         raise ConfigError(f"must be one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size}", key="block_size")
+    console = Console(stderr=True)
     folder = _folder_of(model) if model is not None else None
     token_nbytes = kv_bytes_per_token or (_kv_nbytes_per_token(folder) if folder is not None else None)
     is_trace = _is_timed_trace(trace)
-    workload = read_workload(
-        trace, block_tokens if is_trace else block_size, _tokenize_with(folder) if folder and not is_trace else None
-    )
+    with console.status(f"Reading {trace.name}"):
+        workload = read_workload(
+            trace, block_tokens if is_trace else block_size, _tokenize_with(folder) if folder and not is_trace else None
+        )
     block_nbytes = token_nbytes * workload.block_size if token_nbytes is not None else None
     capacities = (
         [_capacity("blocks", text, block_nbytes) for text in blocks.split(",")]
@@ -85,9 +89,7 @@ def simulate(
 
         new_figure(1)
 
-    from rich.console import Console
-
-    with Console(stderr=True).status("") as status:
+    with console.status("") as status:
         outcomes = simulation.simulate(
             workload,
             policies,
@@ -221,13 +223,16 @@ def _print_table(workload: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     from rich.table import Table
 
     about = _about(workload)
-    table = Table(
-        padding=(0, 1, 0, 0),
-        title=f"{about['source']}: {about['requests']:,} requests, {about['blocks']:,} blocks of {about['block_size']} tokens, "
+    # Not the table's title: that would be folded to the table's width.
+    console = Console(highlight=False)
+    console.print(f"{about['source']}", markup=False)
+    console.print(
+        f"{about['requests']:,} requests, {about['blocks']:,} blocks of {about['block_size']} tokens, "
         f"{about['unique_blocks']:,} different ones"
-        + (f"; prefill without a cache: {rows[0]['prefill_s']:,.0f} s" if "prefill_s" in rows[0] else ""),
-        title_justify="left",
     )
+    if "prefill_s" in rows[0]:
+        console.print(f"prefill without a cache: {rows[0]['prefill_s']:,.0f} s")
+    table = Table(padding=(0, 1, 0, 0))
     tiered = "hit_rate_by_tier" in rows[0]
     what = ["device", "host", "disk", "spilled", "stored", "restored"] if tiered else ["tokens saved"]
     columns = ["policy", "blocks", "size", "hit rate", *what, "prefill saved"]
@@ -252,4 +257,4 @@ def _print_table(workload: Any, rows: Sequence[Mapping[str, Any]]) -> None:
                 for verb, value in (moved or row["moved_blocks"]).items()
             }
         table.add_row(*(cells[column] for column in shown))
-    Console().print(table)
+    console.print(table)
