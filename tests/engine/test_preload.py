@@ -364,7 +364,7 @@ def test_a_server_on_a_preloaded_store_computes_no_full_block(run, model, tmp_pa
 def wait_for_job(url: str) -> dict:
     """The job that warms the file, once it is over; what pins miss after a start has a job of its own."""
     while True:
-        (job,) = [job for job in httpx.get(f"{url}/admin/jobs", timeout=60).json()["jobs"] if job["kind"] == "warm"]
+        (job,) = [job for job in httpx.get(f"{url}/admin/jobs", timeout=60).json()["jobs"] if job["kind"] == "start"]
         if job["state"] not in ("queued", "running"):
             return job
 
