@@ -26,11 +26,11 @@ COPY_WARPS = 4
 @triton.jit(do_not_specialize_on_alignment=["pairs_ptr"], do_not_specialize=["block_units"])
 def block_copy_kernel(destination_ptr, source_ptr, pairs_ptr, block_units, CHUNK: tl.constexpr, STEP: tl.constexpr):
     """One chunk of one block. Blocks are measured in units of 16 bytes, two words, what a thread moves at once."""
-    pair = tl.program_id(1).to(tl.int64)
+    pair = tl.program_id(0).to(tl.int64)
     block_words = block_units * 2
     source = source_ptr + tl.load(pairs_ptr + 2 * pair) * block_words
     destination = destination_ptr + tl.load(pairs_ptr + 2 * pair + 1) * block_words
-    low = tl.program_id(0) * CHUNK
+    low = tl.program_id(1) * CHUNK
     for start in range(low, tl.minimum(low + CHUNK, block_words), STEP):
         words = start + tl.arange(0, STEP)
         here = words < block_words
@@ -55,7 +55,8 @@ def block_copy(destination: torch.Tensor, source: torch.Tensor, pairs: torch.Ten
     num_pairs = pairs.shape[0]
     if num_pairs == 0:
         return
-    block_copy_kernel[(triton.cdiv(block_nbytes, 8 * CHUNK_WORDS), num_pairs)](
+    # Pairs along the one axis of a grid that may be longer than 65,535.
+    block_copy_kernel[(num_pairs, triton.cdiv(block_nbytes, 8 * CHUNK_WORDS))](
         destination.view(torch.int64),
         source.view(torch.int64),
         pairs,

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from tests.engine.test_model_runner import BLOCK_SIZE, load, run_at_random, sequences
@@ -28,6 +29,7 @@ from tieredkv.build import build_core, load_runner
 from tieredkv.config import Config
 from tieredkv.cuda_graphs import graph_sizes, graphs_nbytes
 from tieredkv.errors import DeviceLostError, UnsupportedModelError
+from tieredkv.kernel_step import KernelOps
 from tieredkv.layout import KVLayout
 from tieredkv.model_runner import ModelRunner
 from tieredkv.models import adopt_model
@@ -184,6 +186,52 @@ def test_what_cannot_be_replayed_runs_eagerly(runners):
     replaying.logits(build_batch([part], BLOCK_SIZE))
     replaying.logits(build_batch(decodes(rng, 12), BLOCK_SIZE))
     assert recorder.num_replays == before
+
+
+class Watcher(TorchDispatchMode):
+    """Notes which operators run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+# What makes the host wait for the device, or reads the host's memory: none of it may run while a graph is captured.
+NOT_IN_A_GRAPH = {
+    "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique", "_unique2", "lift_fresh", "item",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, *WINDOWED])
+def test_a_step_of_decodes_can_be_captured(folder, arch):
+    """The model's own code included: else every decode would run eagerly, or a replay would repeat what the host decided."""
+    names: set[str] = set()
+
+    def decode(q, blocks, layer, block_tables, context_lens, scale, *, window=0, softcap=0.0, out=None):
+        assert q.stride(-1) == out.stride(-1) == block_tables.stride(-1) == 1
+        return out.zero_()
+
+    def write(blocks, layer, slots, k, v):
+        assert k.stride(-1) == v.stride(-1) == 1
+
+    def capture(function):
+        with Watcher() as watcher:
+            function()
+        names.update(watcher.names)
+        return function
+
+    loaded, chosen = load(folder(arch), max_num_seqs=3)
+    runner = ModelRunner(loaded, chosen, ops=KernelOps(write, decode, OPS.paged_prefill), capture=capture)
+    runner.warm_up()
+    assert "embedding" in names
+    assert not names & NOT_IN_A_GRAPH
+    with Watcher() as watcher:
+        torch.tensor([1]).nonzero().sum().item()
+    assert watcher.names >= {"lift_fresh", "nonzero", "_local_scalar_dense"}
 
 
 def test_eager_means_eager(folder):
