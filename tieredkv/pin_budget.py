@@ -36,7 +36,8 @@ class PinBudget:
         self._share = share
         self._block_size = block_size
         self._block_nbytes = block_nbytes
-        self._max_blocks = max_model_len // block_size
+        # The last token of the longest request is an answer, which is never computed on.
+        self._max_blocks = (max_model_len - 1) // block_size
         self._enabled = enabled
         spare = pool.num_usable - -(-max_model_len // block_size)
         self._device = max(min(int(pool.num_usable * share), spare), 0)

@@ -196,9 +196,14 @@ class Warming:
 
     async def _warm(self, job: WarmJob, prompt: WarmPrompt) -> None:
         refusal = await self._pin(prompt) if prompt.pin else None
+        most = self._engine.max_model_len
+        if len(prompt.token_ids) > most:
+            raise RequestError(f"the prompt has {len(prompt.token_ids)} tokens; the longest request has {most}")
         look = await self._call(lambda core: ResidencyLook(core, prompt))
-        block_size, length = look.block_size, look.block_size * len(look.hashes)
-        known = block_size * await self._resident_blocks(look)
+        block_size = look.block_size
+        # Behind the longest prompt there must be room for one token of an answer.
+        length = block_size * min(len(look.hashes), (most - 1) // block_size)
+        known = min(block_size * await self._resident_blocks(look), length)
         retention: tuple[Retention, ...] = ()
         if prompt.ttl_s is not None and not prompt.pin and length:
             # A request is what renews the time to live, also if it has nothing to compute.

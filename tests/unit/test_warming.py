@@ -59,6 +59,23 @@ def test_a_later_request_finds_every_full_block(engine, length):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("cut", [0, 1, 2, BLOCK])
+def test_the_longest_prompts_are_computed_as_far_as_a_request_can(engine, cut):
+    async def main():
+        warming = Warming(engine)
+        prompt = prompt_of(engine.max_model_len - cut)
+        report = await finished(warming, warming.start([WarmPrompt(prompt)]).id)
+        assert (report.state, report.num_prompts_failed, report.num_tokens_done) == ("done", 0, len(prompt))
+        longest = prompt[: engine.max_model_len - 1]
+        found = (await sources_of(engine, "later", longest)).device
+        assert found == (len(longest) - 1) // BLOCK * BLOCK
+        pinned = await asyncio.wrap_future(engine.call(lambda core: core.pins.pin(prompt)))
+        assert pinned.num_present == pinned.num_blocks
+        assert pinned.num_missing == 0
+
+    asyncio.run(main())
+
+
 def test_what_is_resident_is_not_computed_again(engine):
     async def main():
         warming = Warming(engine)
