@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,7 @@ ROWS = {
         "attention",
         "fused",
         "linear",
+        "norm",
         "sampler",
         "tokenizer",
         "models",
@@ -84,6 +86,7 @@ CONFINED = {
     "lmdb": {2},
     "zstandard": {2},
     "triton": {2},
+    "llvmlite": {2},
     "cupy": {2, 3},
 }
 TORCH_FREE = [
@@ -126,6 +129,11 @@ def imports_of(path: Path) -> set[str]:
 def test_every_module_has_a_row():
     units = {unit_of(p) for p in source_files()} - {"__init__"}
     assert units <= set(ROW_OF), f"modules without a row: {units - set(ROW_OF)}"
+
+
+def test_the_page_shows_every_module():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert {name for name in ROW_OF if not re.search(rf"\b{name}\b", page)} <= {"__main__"}
 
 
 @pytest.mark.parametrize("path", source_files(), ids=lambda p: str(p.relative_to(ROOT)))
