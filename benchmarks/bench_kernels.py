@@ -168,7 +168,8 @@ def bench_small() -> None:
     import torch
     from torch.nn import functional
 
-    from tieredkv.fused import Norm, rotate
+    from tieredkv.fused import rotate
+    from tieredkv.norm import Norm
 
     def cases(rows: int) -> dict[str, Callable[[], object]]:
         x = torch.randn(rows, HIDDEN).bfloat16()

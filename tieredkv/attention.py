@@ -11,6 +11,7 @@ step alone is computed once, in its `AttentionStep`, never per layer; a feature 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from transformers import AttentionInterface
 
 from tieredkv.batch import Batch
 from tieredkv.errors import InvariantError, UnsupportedModelError
-from tieredkv.kernels import reference
+from tieredkv.kernels import cpu_decode, reference
 from tieredkv.pool import KVPool
 
 NAME = "tieredkv"
@@ -44,7 +45,7 @@ class AttentionStep(Protocol):
 
 
 class KVBatch:
-    """An `AttentionStep` in plain torch.
+    """An `AttentionStep` in plain torch, and through a kernel of our own where the CPU has one.
 
     Rows of q, k, v are the step's tokens in the order of `Batch`: decodes first, then prefills.
     """
@@ -54,14 +55,7 @@ class KVBatch:
         self.pool = pool
         self.num_decodes = num_decodes = batch.num_decodes
         self._writes = reference.plan_write(batch.slots, layout.num_layers, layout.block_size, pool.device)
-        self._decodes = reference.plan_decode(
-            batch.block_tables[:num_decodes],
-            batch.context_lens[:num_decodes],
-            layout.num_layers,
-            layout.block_size,
-            pool.dtype,
-            pool.device,
-        )
+        self._tables, self._lens = batch.block_tables[:num_decodes], batch.context_lens[:num_decodes]
         starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
         self._prefills = [
             reference.plan_prefill(
@@ -84,8 +78,11 @@ class KVBatch:
     def attend(self, layer: int, q: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
         """See `AttentionStep`."""
         halves, kv_heads = self.pool.halves, self.pool.layout.num_kv_heads
+        in_place = self._in_place(q.shape[1]) and not softcap
 
         def decode(rows: torch.Tensor) -> torch.Tensor:
+            if in_place:
+                return cpu_decode.paged_decode(rows, self.pool.blocks, layer, self._tables, self._lens, scale, window)
             return reference.decode_groups(rows, halves, layer, self._decodes, kv_heads, scale, window, softcap)
 
         def prefill(rows: torch.Tensor, plan: reference.PrefillPlan) -> torch.Tensor:
@@ -102,6 +99,20 @@ class KVBatch:
             part = slice(plan.low, plan.high)
             out[part] = prefill(q[part], plan)
         return out
+
+    def _in_place(self, num_heads: int) -> bool:
+        """Whether the kernel that reads blocks where they lie serves this pool."""
+        pool, layout = self.pool, self.pool.layout
+        if pool.dtype != torch.bfloat16 or pool.device.type != "cpu":
+            return False
+        return cpu_decode.can_run(layout.head_dim, num_heads // layout.num_kv_heads, layout.block_size)
+
+    @functools.cached_property
+    def _decodes(self) -> list[reference.DecodePlan]:
+        layout = self.pool.layout
+        return reference.plan_decode(
+            self._tables, self._lens, layout.num_layers, layout.block_size, self.pool.dtype, self.pool.device
+        )
 
 
 def _opened_blocks(batch: Batch, block_size: int) -> list[int]:

@@ -250,7 +250,7 @@ _SECTIONS: dict[str, type[Any]] = {
     "admin": AdminConfig,
 }
 # Variables with the prefix that steer the process, not the product.
-_NOT_SETTINGS = frozenset({"TIEREDKV_REEXEC", "TIEREDKV_CACHE_DIR", "TIEREDKV_CONFIG"})
+_NOT_SETTINGS = frozenset({"TIEREDKV_REEXEC", "TIEREDKV_CPU_JIT", "TIEREDKV_CACHE_DIR", "TIEREDKV_CONFIG"})
 
 
 def settings() -> list[tuple[str, str, Any, str]]:

@@ -15,9 +15,7 @@ Invariant: equal to the stock model up to rounding.
 
 from __future__ import annotations
 
-import functools
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,47 +25,15 @@ from torch.nn import functional as F
 from tieredkv.attention import AttentionStep
 from tieredkv.layout import KVLayout
 from tieredkv.linear import StackedLinear
+from tieredkv.norm import Norm
 
 _SILU = ("silu", "swish")
-# A row whose mean square is this many times eps is normalised without eps: the difference of 1/2048 is a quarter of
-# the rounding of bfloat16.
-_EPS_MATTERS = 1024
 # Rows that go through the second half of a layer together: their intermediate values fit in the second-level cache.
 _TILE = 256
 # Models up to this size keep a second, plain copy of their weights, which makes one stream's step a sixth faster.
 _ROW_COPIES_NBYTES = 512 * 1024**2
-_HAS_WEIGHT_NORM = hasattr(torch, "_weight_norm_interface")
 # Attributes of attention modules that change what they compute.
 _SPECIAL_ATTENTION = ("sliding_window", "use_rope", "sinks", "attn_logit_softcapping", "softcap")
-
-
-@dataclass(slots=True)
-class Norm:
-    """Root-mean-square normalisation: `x / sqrt(mean(x^2) + eps) * weight` over the last dimension."""
-
-    weight: torch.Tensor
-    eps: float
-    scaled_weight: torch.Tensor = field(init=False)
-    least_norm: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        size = self.weight.numel()
-        self.scaled_weight = (self.weight.float() * math.sqrt(size)).to(self.weight.dtype)
-        self.least_norm = math.sqrt(_EPS_MATTERS * self.eps * size)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype == torch.bfloat16 and _HAS_WEIGHT_NORM and x.numel():
-            # x / |x| in one pass is what weight normalisation computes; it knows no eps.
-            rows = x.reshape(-1, x.shape[-1])
-            unit, norms = torch._weight_norm_interface(rows, _ones(len(rows)), 0)
-            if norms.min().item() >= self.least_norm:
-                return unit.mul_(self.scaled_weight).view(x.shape)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-@functools.lru_cache(maxsize=64)
-def _ones(rows: int) -> torch.Tensor:
-    return torch.ones((rows, 1), dtype=torch.bfloat16)
 
 
 @dataclass(slots=True)
@@ -111,10 +77,13 @@ class FusedModel:
 
     def pack(self) -> None:
         """Lay the weights out for speed, layer by layer, and empty the transformers modules: these no longer run."""
-        linears = [linear for layer in self._layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        keep_rows = sum(linear.nbytes for linear in linears) <= _ROW_COPIES_NBYTES
+        gated = [layer.gate_up for layer in self._layers]
+        linears = [linear for layer in self._layers for linear in (layer.qkv, layer.output, layer.down)]
+        keep_rows = sum(linear.nbytes for linear in gated + linears) <= _ROW_COPIES_NBYTES
         for linear in linears:
             linear.pack(keep_rows=keep_rows)
+        for linear in gated:
+            linear.pack(keep_rows=keep_rows, gated=True)
         self._head.pack(release=not self._tied, keep_rows=keep_rows or self._tied)
 
     def __call__(
@@ -129,7 +98,7 @@ class FusedModel:
             # A part of a long prompt: nothing is sampled, and torch's weight normalisation divides by the number of rows.
             none: torch.Tensor = hidden.new_empty((0, self._embedding.num_embeddings))
             return none
-        return self._head(self._norm(hidden.index_select(0, rows)))
+        return self._head(hidden.index_select(0, rows), self._norm)
 
     def _rotation(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos [T, 1, head_dim], with ones where the head is not rotated, and sin [T, 1, rotated / 2] of this step."""
@@ -144,7 +113,7 @@ class FusedModel:
     ) -> torch.Tensor:
         """hidden [T, hidden] -> [T, hidden]."""
         heads, kv_heads = layer.num_heads, self._num_kv_heads
-        qkv = layer.qkv(layer.input_norm(hidden)).view(-1, heads + 2 * kv_heads, self._head_dim)
+        qkv = layer.qkv(hidden, layer.input_norm).view(-1, heads + 2 * kv_heads, self._head_dim)
         rotated, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
             rotated = torch.cat((layer.q_norm(qkv[:, :heads]), layer.k_norm(qkv[:, heads : heads + kv_heads])), 1)
@@ -160,8 +129,7 @@ class FusedModel:
 
 def _mlp(layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
     """The second half of a layer; hidden [T, hidden] -> [T, hidden]."""
-    gate, up = layer.gate_up(layer.post_norm(hidden)).chunk(2, -1)
-    return layer.down.add(F.silu(gate).mul_(up), hidden)
+    return layer.down.add(layer.gate_up.gated(hidden, layer.post_norm), hidden)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 oneDNN multiplies fastest by a weight in a layout of its own. `F.linear` converts the weight in every call, which for a
 few rows costs more than the product; packed once, it does not. Packing uses private operators of torch, so it is tried on
-a small weight first, and where it does not work the stacked weight goes through `F.linear`.
+a small weight first, and where it does not work the stacked weight goes through `F.linear`. Where a kernel of our own
+runs (`kernels.cpu_linear`), it takes oneDNN's place, and the weight is stored once, in that kernel's order.
 
 Knows nothing of models. Invariant: packed or not, the numbers are those of the modules it was made from, up to rounding.
 """
@@ -16,6 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+
+from tieredkv.kernels import cpu_linear
+from tieredkv.norm import Norm
 
 # Number of rows for which the layout is chosen. Measured: 1, 16, 256 and 1024 give layouts that are equally fast at any number.
 _ROWS_HINT = 256
@@ -62,24 +66,31 @@ class StackedLinear:
         self._rows: torch.Tensor | None = None
         self._bias: torch.Tensor | None = None
         self._packed = False
+        # The weight in our own kernel's order, instead of `_weight`, and whether its outputs are a gate and what it gates.
+        self._own: torch.Tensor | None = None
+        self._gated = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of the modules' weights, before packing."""
         return sum(module.weight.nbytes for module in self._modules)
 
-    def pack(self, *, release: bool = True, keep_rows: bool = False) -> None:
+    def pack(self, *, release: bool = True, keep_rows: bool = False, gated: bool = False) -> None:
         """Stack and pack the weights.
 
         `release` empties the modules' own weights (False where someone else reads them too). `keep_rows` keeps a plain
-        copy beside the packed one for single rows of bfloat16, see `_single_row`.
+        copy beside the packed one for single rows of bfloat16, see `_single_row`. `gated` promises that from now on only
+        `gated` is called.
         """
         weights = [module.weight.detach() for module in self._modules]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         if any(module.bias is not None for module in self._modules):
             self._bias = torch.cat([_bias(module) for module in self._modules])
-        self._packed = can_pack(weight.dtype)
-        self._weight = _pack(weight) if self._packed else weight
+        if weight.dtype == torch.bfloat16 and cpu_linear.fits(*weight.shape) and cpu_linear.can_run():
+            self._own, self._gated = cpu_linear.pack(weight, gated=gated), gated
+        else:
+            self._packed = can_pack(weight.dtype)
+            self._weight = _pack(weight) if self._packed else weight
         if self._packed and keep_rows and weight.dtype == torch.bfloat16:
             self._rows = weight
         if release:
@@ -87,8 +98,13 @@ class StackedLinear:
                 module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
         self._modules.clear()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] -> [T, out]."""
+    def __call__(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+        """x [T, in], normalised first where there is a norm -> [T, out]."""
+        if self._own is not None:
+            before = None if norm is None else (norm.weight, norm.eps)
+            return cpu_linear.linear(x, self._own, bias=self._bias, norm=before)
+        if norm is not None:
+            x = norm(x)
         weight = self._weight
         if weight is None:
             parts = [functional.linear(x, module.weight, module.bias) for module in self._modules]
@@ -101,9 +117,18 @@ class StackedLinear:
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """`residual` [T, out] plus the product; the sum is part of the product's kernel where that is possible."""
+        if self._own is not None:
+            return cpu_linear.linear(x, self._own, bias=self._bias, residual=residual)
         if self._packed and self._weight is not None and (self._rows is None or len(x) > 1):
             return _product_add(x, self._weight, self._bias, residual)
         return self(x).add_(residual)
+
+    def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """`silu(gate) * up` of the normalised x [T, in] -> [T, out / 2]; the first half of the outputs is the gate."""
+        if self._own is not None:
+            return cpu_linear.linear(x, self._own, bias=self._bias, norm=(norm.weight, norm.eps), gated=True)
+        gate, up = self(x, norm).chunk(2, -1)
+        return functional.silu(gate).mul_(up)
 
 
 def _single_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

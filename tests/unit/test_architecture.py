@@ -22,6 +22,7 @@ ROWS = {
         "inspection",
         "clearing",
         "removing",
+        "upkeep",
         "event_feed",
         "warming",
         "warm_job",
