@@ -22,11 +22,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from tieredkv import hashing, inspection
+from tieredkv import hashing, inspection, upkeep
 from tieredkv.branches import Root
 from tieredkv.config import Config
 from tieredkv.core import EngineCore
-from tieredkv.errors import CapacityError, InvariantError, RequestError, StorageError
+from tieredkv.errors import CapacityError, RequestError, StorageError
 from tieredkv.event_feed import follow
 from tieredkv.prefix_tree import PrefixTree, View
 from tieredkv.removing import Removal, Selection
@@ -36,7 +36,6 @@ from tieredkv.reports import (
     CacheReport,
     EventGap,
     EventSnapshot,
-    Finding,
     FlushReport,
     JobReport,
     LookupReport,
@@ -47,7 +46,6 @@ from tieredkv.reports import (
     RemovalReport,
     VerifyReport,
 )
-from tieredkv.storage.audit import Report
 from tieredkv.storage.disk import DiskStore
 from tieredkv.storage.listing import StoreListing
 from tieredkv.types import Tier
@@ -67,7 +65,6 @@ PINS_AT_ONCE = 100
 """Pins reported between two steps of the engine."""
 CHANGE_TIMEOUT_S = 30.0
 """Longest wait for removals that were asked for before."""
-VERIFY_TIMEOUT_S = 1800.0
 
 
 class Admin:
@@ -401,25 +398,7 @@ class Admin:
 
     async def flush(self, timeout_s: float) -> FlushReport:
         """Save everything that a restart would lose, within `timeout_s` seconds, beside what the engine does."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            num_unsaved = await self._call(inspection.save_some)
-            if num_unsaved is None:
-                num_blocks = await self._call(lambda core: len(core.branches))
-                return FlushReport(not num_blocks, num_blocks)
-            if not num_unsaved:
-                synced = await self._synced(max(deadline_s - time.monotonic(), 0.1))
-                return FlushReport(synced, 0)
-            if time.monotonic() >= deadline_s:
-                return FlushReport(False, num_unsaved)
-            await asyncio.sleep(min(0.01, max(deadline_s - time.monotonic(), 0)))
-
-    async def _synced(self, timeout_s: float) -> bool:
-        """Bring the disk tier's writes to the device."""
-        try:
-            return bool(await self._change(lambda store: store.sync(), timeout_s))
-        except (StorageError, CapacityError):
-            return False
+        return await upkeep.flush(self._call, self._change, timeout_s)
 
     async def verify(self) -> VerifyReport:
         """Check the blocks of every tier: recount device and host, read and compare every record on disk. What is wrong on disk
@@ -428,28 +407,7 @@ class Admin:
         if self._verifying.locked():
             raise CapacityError("a check is running already", status=503, retry_after_s=10)
         async with self._verifying:
-            findings: list[Finding] = []
-            num_checked = await self._call(lambda core: len(core.branches))
-            for tier, text in await self._call(inspection.contradictions):
-                findings.append(Finding(tier, text, repaired=False))
-            deadline_s = time.monotonic() + VERIFY_TIMEOUT_S
-            try:
-                report: Report | None = await self._on_disk(
-                    lambda store: store.check(lambda: time.monotonic() > deadline_s), VERIFY_TIMEOUT_S + DISK_TIMEOUT_S
-                )
-            except (StorageError, InvariantError) as error:
-                findings.append(Finding(Tier.DISK, f"cannot be checked: {error}", repaired=False))
-                report = None
-            if report is not None:
-                num_checked += report.num_blocks
-                findings += [Finding(Tier.DISK, text, repaired=True) for text in report.problems]
-                if report.num_problems > len(report.problems):
-                    more = report.num_problems - len(report.problems)
-                    findings.append(Finding(Tier.DISK, f"{more} more like these", repaired=True))
-                if report.stopped:
-                    text = f"stopped after {report.num_blocks} blocks, with more to check"
-                    findings.append(Finding(Tier.DISK, text, repaired=False))
-            return VerifyReport(ok=not findings, num_checked=num_checked, findings=findings)
+            return await upkeep.verify(self._call, self._on_disk)
 
     def events(
         self, *, since: tuple[str, int] | None = None

@@ -59,12 +59,10 @@ def complete(core: EngineCore, blocks: Sequence[BlockReport]) -> list[BlockRepor
     return done
 
 
-def save_some(core: EngineCore) -> int | None:
-    """Start to save what a restart would lose; returns how many blocks that are, None where nothing outlives the process."""
-    if core.tiers is None or core.tiers.disk is None:
-        return None
-    core.tiers.spiller.save_some()
-    return core.tiers.spiller.num_unsaved
+def try_again(core: EngineCore) -> None:
+    """Somebody waits for everything to be saved: what the disk refused before may have room by now."""
+    if core.tiers is not None:
+        core.tiers.spiller.try_again()
 
 
 def contradictions(core: EngineCore) -> list[tuple[Tier, str]]:

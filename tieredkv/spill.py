@@ -202,6 +202,10 @@ class Spiller:
                 chosen |= self._with_dirty_ancestors(block_hash, chosen)
         return num_started + self._copy(chosen)
 
+    def try_again(self) -> None:
+        """Offer blocks to the disk again at once, however often it has refused some."""
+        self._paused_until_s, self._pause_s = self._clock(), _FIRST_PAUSE_S
+
     def feed_disk(self) -> int:
         """Hand unsaved host blocks to the writer, parents first, as long as it takes them; returns how many it took."""
         num_taken = 0

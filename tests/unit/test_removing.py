@@ -312,6 +312,22 @@ def test_a_disk_that_does_not_answer_is_no_complete_clear(monkeypatch):
     assert report.tiers[0].removed == report.tiers[1].removed == 5
 
 
+def test_what_the_disk_refused_is_offered_again_as_soon_as_somebody_waits_for_it():
+    disk = FakeDisk(capacity=0)
+    cranked = Cranked(TieredCore(num_blocks=40, num_slots=16, disk=disk))
+    serve(cranked, request("a", prompt(60)))
+    cranked.rest()
+    assert cranked.core.tiers.spiller.num_unsaved
+    disk.capacity = 1000
+    cranked.rest()
+    # The clock stands still, so the pause after the refusal lasts.
+    assert not disk.blocks
+    inspection.try_again(cranked.core)
+    cranked.rest()
+    assert not cranked.core.tiers.spiller.num_unsaved
+    assert len(disk.blocks) == 7
+
+
 class Traffic(Cranked):
     """Requests come and go without end: at each look one more has left blocks in the host tier, and the disk, in answering for
     one batch a look, is always behind.
