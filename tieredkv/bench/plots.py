@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tieredkv.bench.serve import SOURCES, Run
+from tieredkv.bench.serve import SOURCES, Run, Served
 from tieredkv.bench.simulate import UNLIMITED, Outcome
 from tieredkv.bench.traces import Workload
 from tieredkv.errors import ConfigError
@@ -64,18 +64,18 @@ def plot_simulation(path: Path, workload: Workload, outcomes: Sequence[Outcome])
 def plot_run(path: Path, found: Run) -> None:
     """TTFT of each request by the tier that its prompt came from, and prompt tokens by source over time."""
     figure, (above, below) = new_figure(2, height=3.6)
-    good = sorted((s for s in found.served if s.result.ok and s.result.event_times_s), key=lambda s: s.sent_s)
+    good = sorted((s for s in found.served if s.result.ok and s.result.event_times_s), key=_first_token_s)
     for source in SOURCES:
         mine = [s for s in good if s.source == source]
         if mine:
-            times, ttfts = [s.sent_s for s in mine], [1000 * s.result.ttft_s for s in mine]
+            times, ttfts = [_first_token_s(s) for s in mine], [1000 * s.result.ttft_s for s in mine]
             above.scatter(times, ttfts, s=14, color=TIER_COLORS[source], label=f"{source} ({len(mine)})")
     above.set_ylabel("TTFT in ms")
     above.set_yscale("log")
     above.set_title("each request, by the slowest tier that its prompt came from")
     if good:
         above.legend()
-        edges = [s.sent_s for s in good]
+        edges = [_first_token_s(s) for s in good]
         sums: dict[str, list[int]] = {source: [] for source in SOURCES}
         for source, running in sums.items():
             for served in good:
@@ -84,5 +84,10 @@ def plot_run(path: Path, found: Run) -> None:
         below.stackplot(edges, *sums.values(), labels=SOURCES, colors=colors, alpha=0.8)
         below.legend(loc="upper left")
     below.set_ylabel("prompt tokens so far")
-    below.set_xlabel("seconds")
+    below.set_xlabel("seconds from the start to the first token")
     write_figure(figure, path)
+
+
+def _first_token_s(served: Served) -> float:
+    """When its prompt was done. Requests may all be sent at once, so that the time of sending would tell nothing."""
+    return served.sent_s + served.result.ttft_s
