@@ -59,12 +59,6 @@ def complete(core: EngineCore, blocks: Sequence[BlockReport]) -> list[BlockRepor
     return done
 
 
-def try_again(core: EngineCore) -> None:
-    """Somebody waits for everything to be saved: what the disk refused before may have room by now."""
-    if core.tiers is not None:
-        core.tiers.spiller.try_again()
-
-
 def contradictions(core: EngineCore) -> list[tuple[Tier, str]]:
     """Recount the blocks of device and host tier; what does not add up."""
     found = []
