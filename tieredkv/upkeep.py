@@ -28,7 +28,7 @@ _ANSWER_TIMEOUT_S = 30.0
 async def flush(call: CallEngine, change: AskDisk, timeout_s: float) -> FlushReport:
     """Save everything that a restart would lose, within `timeout_s` seconds. `change` reaches the store's writer."""
     deadline_s = time.monotonic() + timeout_s
-    await call(_try_again)
+    await call(try_again)
     while True:
         num_unsaved = await call(_save_some)
         if num_unsaved is None:
@@ -42,8 +42,14 @@ async def flush(call: CallEngine, change: AskDisk, timeout_s: float) -> FlushRep
         await asyncio.sleep(min(0.01, max(deadline_s - time.monotonic(), 0)))
 
 
-def _try_again(core: EngineCore) -> None:
+def try_again(core: EngineCore) -> None:
     """Somebody waits for everything to be saved: what the disk refused before may have room by now."""
+    if core.tiers is not None:
+        core.tiers.spiller.try_again()
+
+
+def _try_again(core: EngineCore) -> None:
+    """What the disk refused before may have room by now."""
     if core.tiers is not None:
         core.tiers.spiller.try_again()
 

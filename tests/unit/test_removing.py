@@ -13,7 +13,7 @@ import pytest
 
 from tests.fakes import VOCAB_SIZE, Collector, request
 from tests.tier_fakes import FakeDisk, TieredCore
-from tieredkv import inspection, removing
+from tieredkv import inspection, removing, upkeep
 from tieredkv.errors import RequestError, StorageError
 from tieredkv.hashing import extend_chain, root_hash
 from tieredkv.prefix_tree import PrefixTree
@@ -322,7 +322,7 @@ def test_what_the_disk_refused_is_offered_again_as_soon_as_somebody_waits_for_it
     cranked.rest()
     # The clock stands still, so the pause after the refusal lasts.
     assert not disk.blocks
-    inspection.try_again(cranked.core)
+    upkeep.try_again(cranked.core)
     cranked.rest()
     assert not cranked.core.tiers.spiller.num_unsaved
     assert len(disk.blocks) == 7
