@@ -24,6 +24,8 @@ from tieredkv.staging import StepTensors
 
 # Wider heads do not fit in a multiprocessor's shared memory with the recorded tiles.
 MOST_HEAD_DIM = 256
+# The kernels count with 32 bits from a token's first head to its last, which with heads outermost spans all tokens.
+_MOST_HEAD_OFFSET = 2**31 - 1
 
 
 class KVWrite(Protocol):
@@ -116,11 +118,14 @@ class KernelStep:
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """See `attention.AttentionStep`."""
+        k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
         self._ops.kv_write(self._blocks, layer, self._slots, k, v)
 
     def attend(self, layer: int, q: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
         """See `attention.AttentionStep`."""
         num = self._num_decodes
+        if q.stride(2) != 1 or q.stride(1) * q.shape[1] > _MOST_HEAD_OFFSET:
+            q = q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if num:
             tables, lens = self._decodes

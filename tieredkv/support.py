@@ -238,8 +238,8 @@ def _check_masks(model: Any, windows: Sequence[int | None]) -> None:
     def record(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **_: Any
     ) -> tuple[torch.Tensor, None]:
-        if attention_mask is not None:
-            found[module.layer_idx] = rules[int(attention_mask.amax()) - 1]
+        if isinstance(attention_mask, torch.Tensor) and 1 <= (number := int(attention_mask.amax())) <= len(rules):
+            found[module.layer_idx] = rules[number - 1]
         return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(_MASK_PROBE, record)

@@ -29,12 +29,13 @@ from tieredkv.build import build_core, load_runner
 from tieredkv.config import Config
 from tieredkv.cuda_graphs import graph_sizes, graphs_nbytes
 from tieredkv.errors import DeviceLostError, UnsupportedModelError
-from tieredkv.kernel_step import KernelOps
+from tieredkv.kernel_step import KernelOps, KernelStep
 from tieredkv.layout import KVLayout
 from tieredkv.model_runner import ModelRunner
 from tieredkv.models import adopt_model
+from tieredkv.pool import KVPool
 from tieredkv.sequence import ScheduledSequence, Sequence
-from tieredkv.staging import UploadRing
+from tieredkv.staging import StepTensors, UploadRing
 from tieredkv.types import EngineRequest, SamplingParams
 
 CPU = torch.device("cpu")
@@ -101,6 +102,33 @@ def test_a_model_made_in_memory_is_served(tmp_path):
         tokens += [token for output in core.step() for token in output.new_token_ids]
     assert len(tokens) == 4
     assert core.close(5.0)
+
+
+@pytest.mark.parametrize("num_tokens", [5, 70_000])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_kernels_get_queries_that_they_can_count_through(order, num_tokens):
+    """Whatever way a model lays them out: heads outermost, many heads and tokens make a step from head to head too long."""
+    shape, seen = (num_tokens, 128, 256), []
+
+    def note(q, *_, out, **__):
+        seen.append(q)
+        return out
+
+    layout = KVLayout(num_layers=1, num_kv_heads=8, head_dim=256, block_size=16, dtype="float16")
+    pool = KVPool(layout, 2, torch.device("meta"), torch.float16)
+    whole = torch.zeros(0, dtype=torch.int32, device="meta")
+    step = StepTensors(whole, whole, whole, whole, whole.expand(0), torch.zeros(1, device="meta"), whole)
+    q = torch.empty([shape[i] for i in order], dtype=torch.float16, device="meta")
+    q = q.permute([order.index(i) for i in range(3)])
+    assert q.shape == shape
+    kernel_step = KernelStep(KernelOps(lambda *_: seen.extend(_[3:]), note, note), pool, step, num_decodes=0)
+    kernel_step.attend(0, q, 1.0)
+    kernel_step.write(0, q, q)
+    for tensor in seen:
+        assert tensor.shape == shape
+        assert tensor.stride(2) == 1
+    assert len(seen) == 3
+    assert seen[0].stride(1) * 127 + 255 < 2**31
 
 
 # Graphs
