@@ -48,12 +48,6 @@ def try_again(core: EngineCore) -> None:
         core.tiers.spiller.try_again()
 
 
-def _try_again(core: EngineCore) -> None:
-    """What the disk refused before may have room by now."""
-    if core.tiers is not None:
-        core.tiers.spiller.try_again()
-
-
 def _save_some(core: EngineCore) -> int | None:
     """Start to save what a restart would lose; returns how many blocks that are, None where nothing outlives the process."""
     if core.tiers is None or core.tiers.disk is None:
