@@ -103,7 +103,7 @@ def copies(context: Context) -> Iterator[Row]:
             rates[name] = large_copy_rate(context, made, to_device)
             value = f"{rates[name] / 1e9:.1f} GB/s"
             yield Row("copies", f"{name}, one large copy", value, data={"bytes_per_s": rates[name]})
-        yield check_bytes(context, made)
+        yield check_bytes(made)
         for name, to_device in DIRECTIONS.items():
             seconds = alone_s(context, made, to_device)
             yield rate_row(f"{name}, blocks", made.nbytes / seconds, rates[name])
@@ -128,7 +128,7 @@ def large_copy_rate(context: Context, made: Copies, to_device: bool) -> float:
     return nbytes / statistics.median(seconds)
 
 
-def check_bytes(context: Context, made: Copies) -> Row:
+def check_bytes(made: Copies) -> Row:
     """Down and up again: the blocks are what they were, after others were in their place."""
     before = made.pool.blocks.view(torch.uint8).clone()
     wait_for(made.engine, len(made.launch(to_device=False)))
