@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 PANEL = 2 * LANES
 # Rows whose sums fill half of the registers; twelve spill and are slower.
-_MOST_ROWS = 8
+MOST_ROWS = 8
 # Rows that pass while a thread's panels come from memory once; at 1,536 inputs they fill three quarters of a 1 MiB cache.
 _ROW_BLOCK = 256
 _UNROLL = 4
@@ -115,8 +115,8 @@ def _kernel() -> Callable[..., None]:
 def _write_linear(e: Emitter, arguments: list[Value], thread: Value, team: Value) -> None:
     b = e.b
     x_at, packed_at, out_at, rows, num_out, num_in, bias_at, residual_at, gated, normed_at, weight_at, eps = arguments
-    tiles = [_write_tile(e.module, num_rows) for num_rows in range(1, _MOST_ROWS + 1)]
-    sums = e.stack(2 * _MOST_ROWS)
+    tiles = [write_tile(e.module, num_rows) for num_rows in range(1, MOST_ROWS + 1)]
+    sums = e.stack(2 * MOST_ROWS)
     x_nbytes = e.mul(num_in, i64(2))
     zero = i64(0)
     x_memory, source = b.inttoptr(x_at, cpu_jit.PTR), e.stack(1)
@@ -139,7 +139,7 @@ def _write_linear(e: Emitter, arguments: list[Value], thread: Value, team: Value
     first_panel, end_panel = e.share(b.sdiv(num_out, i64(PANEL)), thread, team)
 
     def tile(row: Value, end: Value, panel: Value) -> None:
-        count = e.least(b.sub(end, row), i64(_MOST_ROWS))
+        count = e.least(b.sub(end, row), i64(MOST_ROWS))
         weight = e.at(packed, e.mul(panel, num_pairs, i64(4 * PANEL)))
         done = b.append_basic_block()
         switch = b.switch(count, done)
@@ -175,14 +175,14 @@ def _write_linear(e: Emitter, arguments: list[Value], thread: Value, team: Value
         high = e.least(e.add(low, i64(_ROW_BLOCK)), rows)
 
         def of_panel(panel: Value, _: Any) -> None:
-            e.loop(low, high, _MOST_ROWS, lambda row, _: tile(row, high, panel))
+            e.loop(low, high, MOST_ROWS, lambda row, _: tile(row, high, panel))
 
         e.loop(first_panel, end_panel, 1, of_panel)
 
     e.loop(zero, rows, _ROW_BLOCK, row_block)
 
 
-def _write_tile(module: Value, num_rows: int) -> Value:
+def write_tile(module: Value, num_rows: int) -> Value:
     """A function: `num_rows` rows of x by one panel, sums [num_rows, 32] float32 to memory."""
     kinds = [cpu_jit.PTR, cpu_jit.I64, cpu_jit.PTR, cpu_jit.I64, cpu_jit.PTR]
     e = Emitter(module, f"tile{num_rows}", kinds)

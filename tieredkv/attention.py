@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 
 from tieredkv.batch import Batch
 from tieredkv.errors import InvariantError, UnsupportedModelError
-from tieredkv.kernels import cpu_decode, reference
+from tieredkv.kernels import cpu_decode, cpu_prefill, reference
 from tieredkv.pool import KVPool
 
 NAME = "tieredkv"
@@ -45,7 +45,7 @@ class AttentionStep(Protocol):
 
 
 class KVBatch:
-    """An `AttentionStep` in plain torch, and through a kernel of our own where the CPU has one.
+    """An `AttentionStep` in plain torch, and through kernels that read blocks where they lie where the CPU has them.
 
     Rows of q, k, v are the step's tokens in the order of `Batch`: decodes first, then prefills.
     """
@@ -56,17 +56,10 @@ class KVBatch:
         self.num_decodes = num_decodes = batch.num_decodes
         self._writes = reference.plan_write(batch.slots, layout.num_layers, layout.block_size, pool.device)
         self._tables, self._lens = batch.block_tables[:num_decodes], batch.context_lens[:num_decodes]
-        starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
+        starts = batch.query_starts.tolist()
+        # Per sequence with several new tokens: its rows, its blocks, its context.
         self._prefills = [
-            reference.plan_prefill(
-                batch.block_tables[s],
-                starts[s],
-                starts[s + 1],
-                lens[s],
-                layout.num_layers,
-                layout.block_size,
-                pool.device,
-            )
+            (slice(starts[s], starts[s + 1]), batch.block_tables[s], int(batch.context_lens[s]))
             for s in range(num_decodes, batch.num_sequences)
         ]
         pool.clear_blocks(_opened_blocks(batch, layout.block_size))
@@ -85,27 +78,31 @@ class KVBatch:
                 return cpu_decode.paged_decode(rows, self.pool.blocks, layer, self._tables, self._lens, scale, window)
             return reference.decode_groups(rows, halves, layer, self._decodes, kv_heads, scale, window, softcap)
 
-        def prefill(rows: torch.Tensor, plan: reference.PrefillPlan) -> torch.Tensor:
+        def prefill(rows: torch.Tensor, number: int) -> torch.Tensor:
+            _, table, context_len = self._prefills[number]
+            if in_place:
+                return cpu_prefill.paged_prefill(rows, self.pool.blocks, layer, table, context_len, scale, window)
+            plan = self._prefill_plans[number]
             return reference.prefill_planned(rows, halves, layer, plan, kv_heads, scale, window, softcap)
 
         if not self._prefills:
             return decode(q)
         if not self.num_decodes and len(self._prefills) == 1:
-            return prefill(q, self._prefills[0])
+            return prefill(q, 0)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self.num_decodes:
             out[: self.num_decodes] = decode(q[: self.num_decodes])
-        for plan in self._prefills:
-            part = slice(plan.low, plan.high)
-            out[part] = prefill(q[part], plan)
+        for number, (part, _, _) in enumerate(self._prefills):
+            out[part] = prefill(q[part], number)
         return out
 
     def _in_place(self, num_heads: int) -> bool:
-        """Whether the kernel that reads blocks where they lie serves this pool."""
+        """Whether the kernels that read blocks where they lie serve this pool."""
         pool, layout = self.pool, self.pool.layout
         if pool.dtype != torch.bfloat16 or pool.device.type != "cpu":
             return False
-        return cpu_decode.can_run(layout.head_dim, num_heads // layout.num_kv_heads, layout.block_size)
+        shape = layout.head_dim, num_heads // layout.num_kv_heads, layout.block_size
+        return cpu_decode.can_run(*shape) and cpu_prefill.can_run(*shape)
 
     @functools.cached_property
     def _decodes(self) -> list[reference.DecodePlan]:
@@ -113,6 +110,14 @@ class KVBatch:
         return reference.plan_decode(
             self._tables, self._lens, layout.num_layers, layout.block_size, self.pool.dtype, self.pool.device
         )
+
+    @functools.cached_property
+    def _prefill_plans(self) -> list[reference.PrefillPlan]:
+        layout, device = self.pool.layout, self.pool.device
+        return [
+            reference.plan_prefill(table, part.start, part.stop, length, layout.num_layers, layout.block_size, device)
+            for part, table, length in self._prefills
+        ]
 
 
 def _opened_blocks(batch: Batch, block_size: int) -> list[int]:

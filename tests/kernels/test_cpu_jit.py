@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tieredkv.kernels import cpu_decode, cpu_jit, cpu_linear, reference
+from tieredkv.kernels import cpu_decode, cpu_jit, cpu_linear, cpu_prefill, reference
 from tieredkv.linear import StackedLinear
 from tieredkv.norm import Norm
 
@@ -89,6 +89,36 @@ def test_decode_reads_its_own_blocks_alone(
     # The definition may read before the window.
     known = blocks.double().nan_to_num()
     expected = reference.paged_decode(q.double(), known, 1, tables, context_lens, 0.125, window)
+    assert deviation(got, expected) < 1e-2
+
+
+@needs_jit
+@pytest.mark.parametrize("window", [0, 7, 70])
+@pytest.mark.parametrize(
+    ("context_len", "tokens"), [(1, 1), (5, 3), (64, 64), (65, 10), (130, 40), (200, 17), (333, 300), (340, 256)]
+)
+@pytest.mark.parametrize(
+    ("dim", "heads", "kv_heads", "block_size"), [(64, 9, 3, 16), (32, 4, 4, 16), (128, 8, 1, 32), (96, 4, 2, 48)]
+)
+@pytest.mark.usefixtures("threads")
+def test_prefill_reads_its_own_blocks_alone(
+    dim: int, heads: int, kv_heads: int, block_size: int, context_len: int, tokens: int, window: int
+) -> None:
+    """Every block that the sequence does not own is NaN, as is every block before the first query's window."""
+    torch.manual_seed(0)
+    num_blocks = -(-context_len // block_size)
+    blocks = torch.full((num_blocks + 6, 2, 2, block_size, kv_heads, dim), float("nan")).bfloat16()
+    table = np.random.default_rng(context_len).permutation(np.arange(1, num_blocks + 1)).astype(np.int32)
+    first = max(context_len - tokens + 1 - window, 0) // block_size if window else 0
+    blocks[table[first:]] = torch.randn(num_blocks - first, *blocks.shape[1:]).bfloat16()
+    q = 2 * torch.randn(tokens, heads + 2, dim).bfloat16()[:, :heads]
+    got = cpu_prefill.paged_prefill(q, blocks, 1, table, context_len, 0.125, window)
+    known, lens, starts = (
+        blocks.double().nan_to_num(),
+        np.array([context_len], np.int32),
+        np.array([0, tokens], np.int32),
+    )
+    expected = reference.paged_prefill(q.double(), known, 1, table[None], lens, starts, 0.125, window)
     assert deviation(got, expected) < 1e-2
 
 
