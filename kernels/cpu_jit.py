@@ -74,6 +74,10 @@ def floats(value: float) -> Value:
     return ir.Constant(FLOATS, [value] * LANES)
 
 
+def new_module(name: str) -> Value:
+    return ir.Module(name)
+
+
 class Emitter:
     """One function being written. Offsets are bytes; `b` is llvmlite's builder."""
 
@@ -218,10 +222,10 @@ def compile_kernel(
 ) -> Callable[..., None]:
     """A kernel as a Python callable that takes addresses and numbers of `kinds` (I64 or F64).
 
-    `write(emitter, arguments, thread, team)` writes the body that each thread runs. Functions that it needs go into
-    `emitter.module`. Raises `RuntimeError` when LLVM refuses the result.
+    `write(emitter, arguments, thread, team)` writes the body that each thread runs. Raises `RuntimeError` when LLVM
+    refuses the result.
     """
-    module = ir.Module(name)
+    module = new_module(name)
     body = Emitter(module, "body", [PTR])
     arguments = [body.load(kind, body.at(body.arguments[0], i64(8 * at)), 8) for at, kind in enumerate(kinds)]
     thread, team = (body.b.sext(body.call(call, I32), I64) for call in ("omp_get_thread_num", "omp_get_num_threads"))
@@ -234,15 +238,24 @@ def compile_kernel(
     address = ir.FormattedConstant(PTR, "@body")
     entry.call("GOMP_parallel", VOID, address, packed, entry.b.trunc(entry.arguments[0], I32), ir.Constant(I32, 0))
     entry.b.ret_void()
-    call = _compile(module, [ctypes.c_double if kind == F64 else ctypes.c_int64 for kind in kinds])
+    address = _compile(module).get_function_address("entry")
+    types = [ctypes.c_double if kind == F64 else ctypes.c_int64 for kind in kinds]
+    call = ctypes.CFUNCTYPE(None, ctypes.c_int64, *types)(address)
     return lambda *values: call(torch.get_num_threads(), *values)
+
+
+def compile_shared(module: Value, names: Sequence[str]) -> None:
+    """Compile functions that bodies of kernels call by name, once for all kernels."""
+    engine = _compile(module)
+    for name in names:
+        binding.add_symbol(name, engine.get_function_address(name))
 
 
 # Compiled code lives as long as its engine.
 _engines: list[Any] = []
 
 
-def _compile(module: Value, kinds: list[Any]) -> Callable[..., None]:
+def _compile(module: Value) -> Any:
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     target = binding.Target.from_default_triple()
@@ -256,4 +269,4 @@ def _compile(module: Value, kinds: list[Any]) -> Callable[..., None]:
     engine = binding.create_mcjit_compiler(parsed, machine)
     engine.finalize_object()
     _engines.append(engine)
-    return ctypes.CFUNCTYPE(None, ctypes.c_int64, *kinds)(engine.get_function_address("entry"))
+    return engine

@@ -115,7 +115,6 @@ def _kernel() -> Callable[..., None]:
 def _write_linear(e: Emitter, arguments: list[Value], thread: Value, team: Value) -> None:
     b = e.b
     x_at, packed_at, out_at, rows, num_out, num_in, bias_at, residual_at, gated, normed_at, weight_at, eps = arguments
-    tiles = [write_tile(e.module, num_rows) for num_rows in range(1, MOST_ROWS + 1)]
     sums = e.stack(2 * MOST_ROWS)
     x_nbytes = e.mul(num_in, i64(2))
     zero = i64(0)
@@ -141,15 +140,7 @@ def _write_linear(e: Emitter, arguments: list[Value], thread: Value, team: Value
     def tile(row: Value, end: Value, panel: Value) -> None:
         count = e.least(b.sub(end, row), i64(MOST_ROWS))
         weight = e.at(packed, e.mul(panel, num_pairs, i64(4 * PANEL)))
-        done = b.append_basic_block()
-        switch = b.switch(count, done)
-        for num_rows, function in enumerate(tiles, 1):
-            case = b.append_basic_block()
-            switch.add_case(i64(num_rows), case)
-            b.position_at_end(case)
-            b.call(function, [e.at(x, e.mul(row, x_nbytes)), x_nbytes, weight, num_pairs, sums])
-            b.branch(done)
-        b.position_at_end(done)
+        multiply(e, count, e.at(x, e.mul(row, x_nbytes)), x_nbytes, weight, num_pairs, sums)
         e.loop(zero, count, 1, lambda i, _: finish(i, e.add(row, i), panel))
 
     def finish(i: Value, row: Value, panel: Value) -> None:
@@ -182,11 +173,38 @@ def _write_linear(e: Emitter, arguments: list[Value], thread: Value, team: Value
     e.loop(zero, rows, _ROW_BLOCK, row_block)
 
 
-def write_tile(module: Value, num_rows: int) -> Value:
+def multiply(
+    e: Emitter, num_rows: Value, x: Value, x_nbytes: Value, weight: Value, num_pairs: Value, sums: Value
+) -> None:
+    """Write: sums float32 [num_rows, 32] = 1 to 8 rows of x, `x_nbytes` apart, by one panel of `num_pairs` pairs of inputs,
+    a multiple of 4."""
+    b = e.b
+    names = _tiles()
+    done = b.append_basic_block()
+    switch = b.switch(num_rows, done)
+    for count, name in enumerate(names, 1):
+        case = b.append_basic_block()
+        switch.add_case(i64(count), case)
+        b.position_at_end(case)
+        e.call(name, cpu_jit.VOID, x, x_nbytes, weight, num_pairs, sums)
+        b.branch(done)
+    b.position_at_end(done)
+
+
+@functools.cache
+def _tiles() -> list[str]:
+    """Names of the functions for 1 to 8 rows, compiled."""
+    module = cpu_jit.new_module("tiles")
+    names = [_write_tile(module, num_rows) for num_rows in range(1, MOST_ROWS + 1)]
+    cpu_jit.compile_shared(module, names)
+    return names
+
+
+def _write_tile(module: Value, num_rows: int) -> str:
     """A function: `num_rows` rows of x by one panel, sums [num_rows, 32] float32 to memory."""
     kinds = [cpu_jit.PTR, cpu_jit.I64, cpu_jit.PTR, cpu_jit.I64, cpu_jit.PTR]
-    e = Emitter(module, f"tile{num_rows}", kinds)
-    e.function.linkage = "internal"
+    name = f"tieredkv_tile_{num_rows}"
+    e = Emitter(module, name, kinds)
     x, x_nbytes, weight, num_pairs, sums = e.arguments
     rows = [e.at(x, e.mul(x_nbytes, i64(row))) for row in range(num_rows)]
 
@@ -207,7 +225,7 @@ def write_tile(module: Value, num_rows: int) -> Value:
     for at, total in enumerate(e.loop(i64(0), num_pairs, _UNROLL, step, [floats(0.0)] * (2 * num_rows))):
         e.store(total, e.at(sums, i64(64 * at)), 64)
     e.b.ret_void()
-    return e.function
+    return name
 
 
 def _write_norm(

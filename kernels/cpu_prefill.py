@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from tieredkv.kernels import cpu_jit
 from tieredkv.kernels.cpu_jit import LANES, Emitter, Value, floats, i64
-from tieredkv.kernels.cpu_linear import MOST_ROWS, PANEL, write_tile
+from tieredkv.kernels.cpu_linear import MOST_ROWS, PANEL, multiply
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,6 @@ class _Prefill:
     scratch: Value
     scratch_nbytes: Value
     scale: Value
-    tiles: list[Value] = None  # type: ignore[assignment]
     keys: Value = None
     values: Value = None
     state: Value = None
@@ -146,7 +145,6 @@ class _Prefill:
         e, b = self.e, self.e.b
         for name in ("q", "layer", "table", "out", "scratch"):
             setattr(self, name, b.inttoptr(getattr(self, name), cpu_jit.PTR))
-        self.tiles = [write_tile(e.module, num_rows) for num_rows in range(1, MOST_ROWS + 1)]
         self.keys = e.at(self.scratch, e.mul(thread, self.scratch_nbytes))
         self.values = e.at(self.keys, i64(_KEYS * self.dim * 2))
         self.state = e.at(self.values, i64(_KEYS * self.dim * 2))
@@ -245,25 +243,13 @@ class _Prefill:
                 both = e.shuffle(first, second, interleaved)
                 e.store(both, e.at(values, i64(column + pair * 4 * PANEL)), 4)
 
-    def _multiply(self, rows: Value, x: Value, x_nbytes: Value, weight: Value, num_pairs: int, sums: Value) -> None:
-        b = self.e.b
-        done = b.append_basic_block()
-        switch = b.switch(rows, done)
-        for num_rows, function in enumerate(self.tiles, 1):
-            case = b.append_basic_block()
-            switch.add_case(i64(num_rows), case)
-            b.position_at_end(case)
-            b.call(function, [x, x_nbytes, weight, i64(num_pairs), sums])
-            b.branch(done)
-        b.position_at_end(done)
-
     def _attend(self, q: Value, rows: Value, first_at: Value, key: Value, state: Value) -> None:
         """Up to 8 queries, the first at `first_at`, over the 64 keys from `key`."""
         e, b = self.e, self.e.b
         state_nbytes = 4 * (self.dim + 2)
         for panel in (0, 1):
             weight = e.at(self.keys, i64(panel * 2 * PANEL * self.dim))
-            self._multiply(rows, q, self.q_stride, weight, self.dim // 2, e.at(self.sums, i64(panel * _SUMS_NBYTES)))
+            multiply(e, rows, q, self.q_stride, weight, i64(self.dim // 2), e.at(self.sums, i64(panel * _SUMS_NBYTES)))
 
         def weigh(row: Value, _: Any) -> None:
             mine = e.at(state, e.mul(row, i64(state_nbytes)))
@@ -297,7 +283,7 @@ class _Prefill:
         e.loop(i64(0), rows, 1, weigh)
         for panel in range(self.dim // PANEL):
             weight = e.at(self.values, i64(panel * _KEYS // 2 * 4 * PANEL))
-            self._multiply(rows, self.weights, i64(2 * _KEYS), weight, _KEYS // 2, self.sums)
+            multiply(e, rows, self.weights, i64(2 * _KEYS), weight, i64(_KEYS // 2), self.sums)
 
             def accumulate(row: Value, _: Any, panel: int = panel) -> None:
                 fading = e.splat(e.load(cpu_jit.F32, e.at(self.fading, e.mul(row, i64(4))), 4), cpu_jit.FLOATS)

@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 
 from tieredkv.batch import Batch
 from tieredkv.errors import InvariantError, UnsupportedModelError
-from tieredkv.kernels import cpu_decode, cpu_prefill, reference
+from tieredkv.kernels import cpu_decode, cpu_prefill, cpu_rotary, reference
 from tieredkv.pool import KVPool
 
 NAME = "tieredkv"
@@ -67,6 +67,17 @@ class KVBatch:
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """See `AttentionStep`."""
         reference.write_planned(self.pool.rows, layer, self._writes, k, v)
+
+    def write_rotated(self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        """Rotate the queries and keys of qkv [T, heads + 2 * kv_heads, head_dim] in place, store keys and values;
+        False where nothing was done because there is no kernel for it. cos, sin: see `cpu_rotary.rotate_and_store`."""
+        if {qkv.dtype, cos.dtype, sin.dtype, self.pool.dtype} != {torch.bfloat16} or self.pool.device.type != "cpu":
+            return False
+        if not cpu_rotary.can_run(self.pool.layout.head_dim, 2 * sin.shape[-1]):
+            return False
+        rows, places = self.pool.rows, self._writes.rows[layer]
+        cpu_rotary.rotate_and_store(qkv, self.pool.layout.num_kv_heads, cos, sin, rows, places)
+        return True
 
     def attend(self, layer: int, q: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
         """See `AttentionStep`."""

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tieredkv.attention import AttentionStep
+from tieredkv.attention import AttentionStep, KVBatch
 from tieredkv.layout import KVLayout
 from tieredkv.linear import StackedLinear
 from tieredkv.norm import Norm
@@ -114,12 +114,16 @@ class FusedModel:
         """hidden [T, hidden] -> [T, hidden]."""
         heads, kv_heads = layer.num_heads, self._num_kv_heads
         qkv = layer.qkv(hidden, layer.input_norm).view(-1, heads + 2 * kv_heads, self._head_dim)
-        rotated, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            rotated = torch.cat((layer.q_norm(qkv[:, :heads]), layer.k_norm(qkv[:, heads : heads + kv_heads])), 1)
-        rotated = rotate(rotated, cos, sin)
-        q, k = rotated[:, :heads], rotated[:, heads:]
-        kv_batch.write(layer.index, k, v)
+        normed = layer.q_norm is not None and layer.k_norm is not None
+        if not normed and isinstance(kv_batch, KVBatch) and kv_batch.write_rotated(layer.index, qkv, cos, sin):
+            q = qkv[:, :heads]
+        else:
+            rotated, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+            if layer.q_norm is not None and layer.k_norm is not None:
+                rotated = torch.cat((layer.q_norm(qkv[:, :heads]), layer.k_norm(qkv[:, heads : heads + kv_heads])), 1)
+            rotated = rotate(rotated, cos, sin)
+            q, k = rotated[:, :heads], rotated[:, heads:]
+            kv_batch.write(layer.index, k, v)
         attended = kv_batch.attend(layer.index, q, layer.scale)
         hidden = layer.output.add(attended.reshape(len(qkv), -1), hidden)
         if len(hidden) <= _TILE:
