@@ -66,9 +66,8 @@ class StackedLinear:
         self._rows: torch.Tensor | None = None
         self._bias: torch.Tensor | None = None
         self._packed = False
-        # The weight in our own kernel's order, instead of `_weight`, and whether its outputs are a gate and what it gates.
+        # The weight in our own kernel's order, instead of `_weight`.
         self._own: torch.Tensor | None = None
-        self._gated = False
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +86,7 @@ class StackedLinear:
         if any(module.bias is not None for module in self._modules):
             self._bias = torch.cat([_bias(module) for module in self._modules])
         if weight.dtype == torch.bfloat16 and cpu_linear.fits(*weight.shape) and cpu_linear.can_run():
-            self._own, self._gated = cpu_linear.pack(weight, gated=gated), gated
+            self._own = cpu_linear.pack(weight, gated=gated)
         else:
             self._packed = can_pack(weight.dtype)
             self._weight = _pack(weight) if self._packed else weight
