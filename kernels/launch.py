@@ -60,7 +60,7 @@ _PREFILL: dict[tuple[int, int], dict[int, tuple[int, int, int, int]]] = {
     (2, 64): {80: (128, 64, 8, 3), 90: (128, 128, 8, 3), 120: (128, 64, 8, 3)},
     (2, 128): {80: (128, 32, 8, 3), 90: (128, 128, 8, 3), 120: (128, 32, 8, 3)},
     (2, 256): {80: (64, 32, 8, 3), 90: (128, 32, 8, 3), 120: (64, 32, 8, 3)},
-    (4, 64): {80: (32, 16, 8, 3)},
+    (4, 64): {80: (32, 16, 4, 3)},
     (4, 128): {80: (32, 16, 8, 2)},
     (4, 256): {80: (32, 16, 8, 3)},
 }
@@ -70,7 +70,11 @@ _MOST_KEYS_WITH_OPTIONS = {(2, 128): 64}
 
 def launch_options(num_warps: int, num_stages: int = 3) -> dict[str, int | bool]:
     """Triton's options of a launch. A product and a sum may become one instruction: it is faster and rounds once."""
-    return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    options: dict[str, int | bool] = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    if num_warps == 16:
+        # All that 512 threads can have; left to itself the assembler takes half of it and spills.
+        options["maxnreg"] = 128
+    return options
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -84,7 +88,12 @@ def _table_key(itemsize: int, head_dim: int) -> tuple[int, int]:
 
 def decode_tile(itemsize: int, head_dim: int, group: int) -> Tile:
     """`group` query heads share a key head and become the rows of one product; tensor cores want at least 16 rows."""
-    return Tile(max(16, 1 << (group - 1).bit_length()), *_DECODE[_table_key(itemsize, head_dim)])
+    block_m = max(16, 1 << (group - 1).bit_length())
+    block_n, num_warps, num_stages = _DECODE[_table_key(itemsize, head_dim)]
+    if itemsize == 4 and block_m > 16:
+        # Exact products hold all rows in registers: more rows take more warps, and then fewer loads ahead.
+        num_warps, num_stages = (8, num_stages) if block_m == 32 else (16, 2)
+    return Tile(block_m, block_n, num_warps, num_stages)
 
 
 def prefill_tile(itemsize: int, head_dim: int, group: int, arch: int, options: bool = False) -> Tile:
