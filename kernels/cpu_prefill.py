@@ -148,7 +148,7 @@ class _Prefill:
         self.keys = e.at(self.scratch, e.mul(thread, self.scratch_nbytes))
         self.values = e.at(self.keys, i64(_KEYS * self.dim * 2))
         self.state = e.at(self.values, i64(_KEYS * self.dim * 2))
-        self.sums = e.stack(2 * _SUMS_NBYTES // 64)
+        self.sums = e.stack(_KEYS // PANEL * _SUMS_NBYTES // 64)
         self.weights, self.fading = e.stack(MOST_ROWS * _KEYS // 32), e.stack(1)
         self.scale = e.splat(b.fptrunc(self.scale, cpu_jit.F32), cpu_jit.FLOATS)
 
@@ -247,7 +247,7 @@ class _Prefill:
         """Up to 8 queries, the first at `first_at`, over the 64 keys from `key`."""
         e, b = self.e, self.e.b
         state_nbytes = 4 * (self.dim + 2)
-        for panel in (0, 1):
+        for panel in range(_KEYS // PANEL):
             weight = e.at(self.keys, i64(panel * 2 * PANEL * self.dim))
             multiply(e, rows, q, self.q_stride, weight, i64(self.dim // 2), e.at(self.sums, i64(panel * _SUMS_NBYTES)))
 
