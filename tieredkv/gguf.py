@@ -153,6 +153,13 @@ def _config(fields: _Fields, tensors: Mapping[str, Any], dtype: str) -> dict[str
         raise UnsupportedModelError("keys and values of this GGUF model differ in head size")
     context = int(fields.required("context_length"))
     window = fields.model("attention.sliding_window")
+    if window and architecture.startswith("qwen"):
+        raise UnsupportedModelError(
+            "this GGUF file names a sliding window but not which layers have it: convert the model's own folder instead"
+        )
+    if window and architecture == "llama":
+        # The same weights; of the two classes, only this one attends within a window.
+        architecture = "mistral"
     config: dict[str, Any] = {
         "architectures": [_HF_CLASSES[architecture]],
         "model_type": architecture,
@@ -178,8 +185,6 @@ def _config(fields: _Fields, tensors: Mapping[str, Any], dtype: str) -> dict[str
     }
     if architecture == "phi3":
         config["original_max_position_embeddings"] = context
-    if window and architecture.startswith("qwen"):
-        config["use_sliding_window"] = True
     return config
 
 

@@ -23,7 +23,7 @@ def _chromium() -> str:
     found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
         problem = f"no browser: install Chromium (looked for {', '.join(NAMES)}), or set CHROMIUM to its path"
-        if os.environ.get("TIEREDKV_REQUIRE_BROWSER"):
+        if os.environ.get("REQUIRE_BROWSER"):
             pytest.fail(problem)
         pytest.skip(problem)
     return found

@@ -238,8 +238,15 @@ def test_rope_in_a_gguf_file(architecture, fields, rope, tmp_path):
 def test_a_window_in_a_gguf_file_is_not_forgotten(tmp_path):
     fields = SENTENCEPIECE | {"llama.attention.sliding_window": 512}
     path = write_bare_gguf(tmp_path / "x.gguf", "llama", len(WORDS), fields)
-    with pytest.raises(UnsupportedModelError, match="--max-model-len 512"):
-        load(path)
+    config = AutoConfig.from_pretrained(converted(path, tmp_path / "out"))
+    assert (config.model_type, config.sliding_window) == ("mistral", 512)
+
+
+def test_a_window_of_unknown_layers_is_refused(tmp_path):
+    fields = SENTENCEPIECE | {"qwen2.attention.sliding_window": 512}
+    path = write_bare_gguf(tmp_path / "x.gguf", "qwen2", len(WORDS), fields)
+    with pytest.raises(UnsupportedModelError, match="not which layers have it"):
+        converted(path, tmp_path / "out")
 
 
 def test_a_file_that_is_no_gguf(tmp_path):

@@ -99,9 +99,10 @@ def test_a_pin_holds_for_other_processes(tmp_path):
     with running(WRITER, tmp_path, CAPACITY, 0):
         store.put(chain("a", 8))
         give_up_s = time.monotonic() + 30
-        younger = 0
-        while not store.longest_prefix(hashes(younger, 8)):
-            younger += 1
+        younger = None
+        while younger is None:
+            assert time.monotonic() < give_up_s
+            younger = next((n for n in range(2000) if store.longest_prefix(hashes(n, 8))), None)
         # What came at about the same time, or later, has been evicted for others.
         for number in range(younger, younger + 40):
             while store.longest_prefix(hashes(number, 8)):
