@@ -35,6 +35,10 @@ def stock_tokens(path: str, prompt: list[int], num_tokens: int) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
+# What a test has loaded, for the fixture that closes it.
+loaded: list[LLM] = []
+
+
 def random_prompt(length: int, seed: int, vocab_size: int = 256) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(5, vocab_size) for _ in range(length)]
@@ -42,7 +46,11 @@ def random_prompt(length: int, seed: int, vocab_size: int = 256) -> list[int]:
 
 def load(path: Path | str, **settings) -> LLM:
     defaults = {"device": "cpu", "dtype": "float32", "block_size": 16, "kv_cache_memory": "64MiB", "max_model_len": 512}
-    return LLM(str(path), **defaults | settings)
+    # The default would be gigabytes: a million slots for blocks as small as these.
+    defaults["host_memory"] = "16MiB"
+    llm = LLM(str(path), **defaults | settings)
+    loaded.append(llm)
+    return llm
 
 
 def greedy(num_tokens: int) -> SamplingParams:
