@@ -269,10 +269,13 @@ class Engine:
             if block and command is _nothing:
                 time.sleep(GATHER_S)
             block = False
-            try:
-                command()
-            except TieredKVError:
-                logger.exception("a command to the engine was refused")
+            self._obey(command)
+
+    def _obey(self, command: Callable[[], None]) -> None:
+        try:
+            command()
+        except TieredKVError:
+            logger.exception("a command to the engine was refused")
 
     def _take_submissions(self) -> None:
         """While a batch is computed: queue what was submitted, up to the first command of another kind."""
@@ -284,10 +287,7 @@ class Engine:
             if not isinstance(command, _Submission):
                 self._held.append(command)
                 return
-            try:
-                command()
-            except TieredKVError:
-                logger.exception("a command to the engine was refused")
+            self._obey(command)
 
     def _publish(self, outputs: list[EngineOutput]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[EngineOutput]] = {}
