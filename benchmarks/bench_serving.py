@@ -31,15 +31,7 @@ from benchmarks import servers
 from benchmarks.figures import BATCH_IN, BATCH_OUT, BATCH_STREAMS, PROMPT_TOKENS, Contender, as_text, collect, save
 from benchmarks.servers import MODEL_NAME, Server
 from tieredkv.bench.client import LoadError, StreamResult, request_stream
-
-# Common words, most of them one token each; a prompt is a random sequence of their tokens.
-WORDS = """
-time year people way day man thing woman life child world school state family student group country problem hand part
-place case week company system program question work number night point home water room mother area money story fact
-month lot right study book eye job word business issue side kind head house service friend father power hour game line
-end member law car city name president team minute idea body information back parent face others level office door
-health person art war history party result change morning reason research girl guy moment air teacher force education
-"""
+from tieredkv.bench.datasets import WORDS
 
 
 class Prompts:

@@ -22,6 +22,7 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
+from tieredkv.bench.tiers import kv_like
 from tieredkv.storage.autocodec import AutoCodec, make_codec, measure_disk
 from tieredkv.storage.codec import decode
 from tieredkv.storage.disk import DiskStore
@@ -35,13 +36,6 @@ NUM_RUNS = 3
 NAMESPACE = hashlib.sha256(b"bench").digest()
 ROOT = hashlib.sha256(b"root").digest()
 TOKENS = bytes(64)
-
-
-def kv_like(nbytes: int, seed: int = 0) -> np.ndarray:
-    """bf16 values like those of keys and values: normal, each head with a scale of its own."""
-    rng = np.random.default_rng(seed)
-    values = rng.normal(size=(-(-nbytes // 2 // 64), 64)).astype(np.float32) * np.exp(rng.normal(size=(1, 64)))
-    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(-1)[:nbytes]
 
 
 def make_records(nbytes: int, count: int, key: object = "bench") -> list[BlockRecord]:

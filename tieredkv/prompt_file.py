@@ -103,6 +103,12 @@ def parse_object(path: Path, line: RawLine) -> dict[str, Any]:
     return value
 
 
+def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The lines of a JSONL file that are not blank, each with its number. Raises `ConfigError` that names file and line."""
+    for line in raw_lines(path):
+        yield line.number, parse_object(path, line)
+
+
 def complain(path: Path, number: int, message: str, key: str | None = None) -> NoReturn:
     """Raise the `ConfigError` that names file and line."""
     raise ConfigError(message, key=key, source=f"{path}:{number}") from None

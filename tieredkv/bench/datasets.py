@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from tieredkv.errors import ConfigError
+from tieredkv.prompt_file import json_objects
 
 # Common words, most of them one token each.
-_WORDS = """
+WORDS = """
 time year people way day man thing woman life child world school state family student group country problem hand part
 place case week company system program question work number night point home water room mother area money story fact
 month lot right study book eye job word business issue side kind head house service friend father power hour game line
@@ -94,7 +95,7 @@ def build(options: DatasetOptions) -> list[Session]:
 
 
 def _words(rng: random.Random, count: int) -> str:
-    return " ".join(rng.choices(_WORDS.split(), k=max(count, 1)))
+    return " ".join(rng.choices(WORDS.split(), k=max(count, 1)))
 
 
 def _random(options: DatasetOptions, rng: random.Random) -> list[Session]:
@@ -227,14 +228,5 @@ def _read(path: Path) -> str:
 def _json_lines(options: DatasetOptions) -> Iterator[tuple[str, dict[str, Any]]]:
     if options.path is None:
         raise ConfigError(f"{options.dataset} needs a file", key="dataset_path")
-    for number, text in enumerate(_read(options.path).splitlines(), 1):
-        if not text.strip():
-            continue
-        where = f"{options.path}:{number}"
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"is not JSON: {error}", source=where) from None
-        if not isinstance(line, dict):
-            raise ConfigError("must be a JSON object", source=where)
-        yield where, line
+    for number, line in json_objects(options.path):
+        yield f"{options.path}:{number}", line

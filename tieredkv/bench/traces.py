@@ -12,14 +12,14 @@ Knows no cache. Invariant: two requests share a block's name exactly if all thei
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tieredkv.errors import ConfigError
 from tieredkv.hashing import HASH_NBYTES, full_block_hashes, root_hash, tenant_salt
+from tieredkv.prompt_file import json_objects
 
 TokenCounter = Callable[[Mapping[str, Any]], Sequence[int]]
 """From the body of a request to the token ids of its prompt."""
@@ -62,7 +62,7 @@ def read_workload(path: Path, block_size: int, tokenize: TokenCounter | None = N
     """
     requests: list[TracedRequest] = []
     start_s: float | None = None
-    for number, line in _lines(path):
+    for number, line in json_objects(path):
         where = f"{path}:{number}"
         if "hash_ids" in line:
             time_s, blocks, num_tokens = _traced(line, where, block_size)
@@ -73,25 +73,6 @@ def read_workload(path: Path, block_size: int, tokenize: TokenCounter | None = N
     if not requests:
         raise ConfigError("holds no requests", source=str(path))
     return Workload(path.name, block_size, requests)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, text in enumerate(file, 1):
-                if not text.strip():
-                    continue
-                try:
-                    line = json.loads(text)
-                except (ValueError, RecursionError) as error:
-                    raise ConfigError(f"is not JSON: {error}", source=f"{path}:{number}") from None
-                if not isinstance(line, dict):
-                    raise ConfigError("must be a JSON object", source=f"{path}:{number}")
-                yield number, line
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror or error}", source=str(path)) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"is not UTF-8: {error.reason}", source=str(path)) from error
 
 
 def _number(line: Mapping[str, Any], key: str, where: str) -> float:
