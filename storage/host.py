@@ -58,8 +58,9 @@ class HostArena:
         self.on_evict: Callable[[bytes], None] = lambda block_hash: None
         self._clock_us = clock_us
         self._memory: Memory = allocate(self.num_slots * self.slot_nbytes, self.slot_nbytes)
-        self._slots = [Slot(i) for i in range(self.num_slots)]
-        self._free_ids = list(reversed(range(self.num_slots)))
+        # Slots that have held something; the others come into being when they are taken, so a large arena starts at once.
+        self._slots: list[Slot] = []
+        self._free_ids: list[int] = []
         self._by_hash: dict[bytes, Slot] = {}
         self._children: dict[bytes, int] = {}
         self._queue = EvictionQueue(self._slots)
@@ -91,7 +92,7 @@ class HostArena:
 
     @property
     def num_free(self) -> int:
-        return len(self._free_ids)
+        return self.num_slots - len(self._slots) + len(self._free_ids)
 
     @property
     def address(self) -> int:
@@ -99,7 +100,7 @@ class HostArena:
         return self._memory.address
 
     def usage(self) -> TierUsage:
-        num_taken = self.num_slots - len(self._free_ids)
+        num_taken = self.num_slots - self.num_free
         return TierUsage(
             capacity_nbytes=self.capacity_nbytes,
             used_nbytes=num_taken * self.slot_nbytes,
@@ -172,7 +173,7 @@ class HostArena:
         """
         if block_hash in self._by_hash:
             return None
-        if not self._free_ids:
+        if not self.num_free:
             self.expire()
             victim = self._queue.take({*protect, parent})
             if victim is None:
@@ -180,7 +181,7 @@ class HostArena:
                 return None
             self._num_evictions += 1
             self._evict(victim)
-        slot = self._slots[self._free_ids.pop()]
+        slot = self._take_free()
         slot.state, slot.hash, slot.parent, slot.depth = SlotState.WRITING, block_hash, parent, depth
         slot.priority, slot.expires_us, slot.forgotten = priority, expires_us, False
         slot.kept = block_hash in self._kept
@@ -188,6 +189,12 @@ class HostArena:
         self._by_hash[block_hash] = slot
         self._adopt(slot, +1)
         return Reservation(self, slot)
+
+    def _take_free(self) -> Slot:
+        if self._free_ids:
+            return self._slots[self._free_ids.pop()]
+        self._slots.append(Slot(len(self._slots)))
+        return self._slots[-1]
 
     def keep(self, block_hash: bytes) -> None:
         """Never evict the block with this hash, now or once it is here, until `unkeep`."""
@@ -254,7 +261,7 @@ class HostArena:
         ready = [slot for slot in self._slots if slot.state is SlotState.READY and not slot.forgotten]
         for slot in ready:
             self._forget(slot)
-        return len(ready), self.num_slots - len(self._free_ids)
+        return len(ready), self.num_slots - self.num_free
 
     def close(self) -> None:
         """Give the memory back. Raises `InvariantError` while anything is leased or being filled."""
