@@ -1,9 +1,11 @@
-"""Which prefixes of a request log are worth keeping under a budget, and what keeping them would save.
+"""Request logs: their prompts, which prefixes are worth keeping under a budget, and what keeping them would save.
 
 A log holds bodies of OpenAI-style requests, one JSON object a line, also under `body` or `request`, with a `timestamp` where
-there is one (a number, any origin). All blocks cost the same and each saves its tokens once per request that begins with
-it, so the best choice of a given size are the blocks with the highest counts. It is closed under parents, because no block
-is asked for more often than the one before it; among equals, the blocks of one prefix come before those of the next.
+there is one (a number, any origin). Lines that hold no prompt are told and passed over.
+
+All blocks cost the same and each saves its tokens once per request that begins with it, so the best choice of a given size
+are the blocks with the highest counts. It is closed under parents, because no block is asked for more often than the one
+before it; among equals, the blocks of one prefix come before those of the next.
 
 Knows no model and no store: `encode` turns a body into token ids, which wait in a temporary file for the second look.
 Invariants: what is chosen never exceeds the budget; of each chosen block all before it are chosen.
@@ -27,9 +29,41 @@ from tieredkv.prompt_file import parse_object, raw_lines
 
 Encode = Callable[[Mapping[str, Any]], Sequence[Sequence[int]]]
 """From a request's body to the token ids of its prompts. Raises `RequestError`."""
+Skipped = Callable[[str], None]
+"""Told of each line that is passed over: where it is, and what is wrong with it."""
 MIN_HITS = 2
 LEAST_HELD_OUT = 10
 """Requests in a log below which its halves say nothing about each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedPrompt:
+    """A prompt of the log: its line, its time (0 where there is none), and what its hashes are made of."""
+
+    number: int
+    time_s: float
+    cache_salt: str | None
+    token_ids: Sequence[int]
+
+
+def read_log(log: Path, encode: Encode, skipped: Skipped) -> Iterator[LoggedPrompt]:
+    """The prompts of a log, line by line. Raises `ConfigError` if the file cannot be read."""
+    for line in raw_lines(log):
+        try:
+            entry = parse_object(log, line)
+            body = next((entry[key] for key in ("body", "request") if isinstance(entry.get(key), dict)), entry)
+            prompts = encode(body)
+        except ConfigError as error:
+            skipped(str(error))
+            continue
+        except RequestError as error:
+            skipped(f"{log}:{line.number}: {error}")
+            continue
+        stamp = entry.get("timestamp")
+        time_s = float(stamp) if isinstance(stamp, int | float) and not isinstance(stamp, bool) else 0.0
+        salt = body.get("cache_salt")
+        for token_ids in prompts:
+            yield LoggedPrompt(line.number, time_s, salt if isinstance(salt, str) and salt else None, token_ids)
 
 
 @dataclass(slots=True)
@@ -107,26 +141,16 @@ def choose_prefixes(
 
 def _read(log: Path, encode: Encode, tokens: IO[bytes], report: LogReport) -> list[_Request]:
     """The log's prompts in order of time, their token ids in `tokens`."""
+
+    def skipped(problem: str) -> None:
+        report.num_skipped += 1
+        report.first_problem = report.first_problem or problem
+
     requests: list[_Request] = []
-    for line in raw_lines(log):
-        try:
-            entry = parse_object(log, line)
-            body = next((entry[key] for key in ("body", "request") if isinstance(entry.get(key), dict)), entry)
-            prompts = encode(body)
-        except (ConfigError, RequestError) as error:
-            report.num_skipped += 1
-            where = "" if isinstance(error, ConfigError) else f"{log}:{line.number}: "
-            report.first_problem = report.first_problem or f"{where}{error}"
-            continue
-        stamp = entry.get("timestamp")
-        time_s = float(stamp) if isinstance(stamp, int | float) and not isinstance(stamp, bool) else 0.0
-        salt = body.get("cache_salt")
-        for token_ids in prompts:
-            offset = tokens.tell()
-            tokens.write(array("I", token_ids).tobytes())
-            requests.append(
-                _Request(line.number, time_s, salt if isinstance(salt, str) and salt else None, offset, len(token_ids))
-            )
+    for prompt in read_log(log, encode, skipped):
+        offset = tokens.tell()
+        tokens.write(array("I", prompt.token_ids).tobytes())
+        requests.append(_Request(prompt.number, prompt.time_s, prompt.cache_salt, offset, len(prompt.token_ids)))
     # Stable: without timestamps the order is that of the file.
     requests.sort(key=lambda request: request.time_s)
     return requests

@@ -11,7 +11,7 @@ from tieredkv.bench.policies import POLICIES, next_uses, replay
 from tieredkv.bench.simulate import UNLIMITED, simulate
 from tieredkv.bench.traces import read_workload
 from tieredkv.cli.main import main
-from tieredkv.errors import ConfigError
+from tieredkv.errors import ConfigError, RequestError
 from tieredkv.types import Tier
 
 BLOCK = 512
@@ -160,6 +160,46 @@ def test_request_logs_are_tokenized(tmp_path, capsys):
     assert small["blocks"] == 1024**2 // (16 * 23_040)
 
 
+def test_a_log_is_read_as_preloading_reads_it(tmp_path, capsys):
+    """Several prompts in a body, options of the endpoint, salts, lines of a prompt file; what holds no prompt is counted."""
+    log = tmp_path / "requests.jsonl"
+    head = list(range(1, 49))
+    chat = {"messages": [{"role": "user", "content": "word " * 40}]}
+    lines = [
+        {"prompt": "x", "model": 3, "tools": []},
+        {"prompt": [[*head, 5], [*head, 6]]},
+        {"tokens": [*head, 7], "name": "from a prompt file"},
+        {"request": {"prompt": [*head, 8], "cache_salt": "apart"}},
+        {"body": chat},
+        {"body": chat | {"add_generation_prompt": False}},
+        {"input": "an embedding"},
+        {"body": {"messages": [{"role": "nobody"}]}},
+    ]
+    log.write_text("\n".join(map(json.dumps, lines)) + "\nnonsense\n")
+    flags = [str(log), "--model", "smollm2-135m", "--blocks", "inf", "--policy", "lru"]
+    assert main(["simulate", *flags, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["workload"]["requests"] == 7
+    assert answer["workload"]["skipped_lines"] == 3
+    # The second prompt and the one with `tokens` find the head; the last chat finds the one before it.
+    assert answer["results"][0]["hit_tokens"] >= 2 * 48 + 32
+    assert main(["simulate", *flags]) == 0
+    assert "3 lines without a prompt; the first: " in capsys.readouterr().out
+
+
+def test_a_log_needs_a_tokenizer_and_a_prompt(tmp_path):
+    log = tmp_path / "requests.jsonl"
+    log.write_text('{"prompt": "x"}\n')
+    with pytest.raises(ConfigError, match="--model"):
+        read_workload(log, 16)
+
+    def refuse(body):
+        raise RequestError("no prompt here")
+
+    with pytest.raises(ConfigError, match=r"holds no requests.*jsonl:1: no prompt here"):
+        read_workload(log, 16, refuse)
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
@@ -167,8 +207,8 @@ def test_request_logs_are_tokenized(tmp_path, capsys):
         ("[1]", "must be a JSON object"),
         ('{"hash_ids": [1, "a"]}', "whole numbers"),
         ('{"hash_ids": [1], "input_length": 100000}', "--block-tokens"),
-        ('{"hash_ids": [1], "timestamp": "now"}', "timestamp must be a number"),
-        ('{"prompt": "x"}', "--model"),
+        ('{"hash_ids": [1], "input_length": -1}', "not negative"),
+        ('{"prompt": "x"}', "whole numbers"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, line, complaint):

@@ -9,17 +9,20 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tieredkv.config import BLOCK_SIZES, format_size, parse_size
 from tieredkv.errors import ConfigError
 
+if TYPE_CHECKING:
+    from tieredkv.request_log import Encode
+
 HELP = """Replay a trace or a request log through the cache's own code, without a model: hit rates by capacity and policy.
 
-TRACE holds JSON lines: a timed trace (timestamp, input_length, hash_ids), or OpenAI-style request bodies, which need
---model for their tokens.
+TRACE holds JSON lines: a timed trace (input_length, hash_ids), or OpenAI-style request bodies as `tieredkv preload
+--from-log` reads them, which need --model for their tokens.
 
 [bold]Examples[/bold]
 
@@ -61,18 +64,17 @@ def simulate(
     from rich.console import Console
 
     from tieredkv.bench import simulate as simulation
-    from tieredkv.bench.traces import read_workload
+    from tieredkv.bench.traces import is_timed_trace, read_workload
 
     if block_size not in BLOCK_SIZES:
         raise ConfigError(f"must be one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size}", key="block_size")
     console = Console(stderr=True)
     folder = _folder_of(model) if model is not None else None
     token_nbytes = kv_bytes_per_token or (_kv_nbytes_per_token(folder) if folder is not None else None)
-    is_trace = _is_timed_trace(trace)
+    is_trace = is_timed_trace(trace)
     with console.status(f"Reading {trace.name}"):
-        workload = read_workload(
-            trace, block_tokens if is_trace else block_size, _tokenize_with(folder) if folder and not is_trace else None
-        )
+        encode = _encode_with(folder) if folder is not None and not is_trace else None
+        workload = read_workload(trace, block_tokens if is_trace else block_size, encode)
     block_nbytes = token_nbytes * workload.block_size if token_nbytes is not None else None
     capacities = (
         [_capacity("blocks", text, block_nbytes) for text in blocks.split(",")]
@@ -107,14 +109,6 @@ def simulate(
     else:
         _print_table(workload, rows)
     return 0
-
-
-def _is_timed_trace(path: Path) -> bool:
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return '"hash_ids"' in next((line for line in file if line.strip()), "")
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror or error}", source=str(path)) from error
 
 
 def _capacity(key: str, text: str, block_nbytes: int | None) -> float:
@@ -153,27 +147,12 @@ def _kv_nbytes_per_token(folder: Path) -> int:
         ) from error
 
 
-def _tokenize_with(folder: Path) -> Any:
-    from tieredkv.errors import RequestError
-    from tieredkv.server.prompts import parse_messages
+def _encode_with(folder: Path) -> Encode:
+    from tieredkv.server.warm import encode_logged
     from tieredkv.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_folder(folder, None)
-
-    def tokenize(body: Mapping[str, Any]) -> Sequence[int]:
-        prompt = body.get("prompt")
-        try:
-            if isinstance(prompt, str):
-                return tokenizer.encode(prompt)
-            if isinstance(prompt, list) and all(type(t) is int and t >= 0 for t in prompt):
-                return prompt
-            if "messages" in body:
-                return tokenizer.apply_chat_template(parse_messages(body["messages"]))
-        except RequestError as error:
-            raise ValueError(str(error)) from None
-        raise ValueError("needs a prompt (text or token ids) or messages")
-
-    return tokenize
+    return lambda body: encode_logged(tokenizer, body)
 
 
 def _about(workload: Any) -> dict[str, Any]:
@@ -184,6 +163,7 @@ def _about(workload: Any) -> dict[str, Any]:
         "blocks": workload.num_blocks,
         "unique_blocks": workload.num_unique,
         "prompt_tokens": workload.num_tokens,
+        "skipped_lines": len(workload.problems),
     }
 
 
@@ -230,6 +210,10 @@ def _print_table(workload: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         f"{about['requests']:,} requests, {about['blocks']:,} blocks of {about['block_size']} tokens, "
         f"{about['unique_blocks']:,} different ones"
     )
+    if workload.problems:
+        console.print(
+            f"{about['skipped_lines']:,} lines without a prompt; the first: {workload.problems[0]}", markup=False
+        )
     if "prefill_s" in rows[0]:
         console.print(f"prefill without a cache: {rows[0]['prefill_s']:,.0f} s")
     table = Table(padding=(0, 1, 0, 0))

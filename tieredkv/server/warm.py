@@ -13,7 +13,7 @@ from typing import Any
 
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.hashing import owner_label, tenant_salt
-from tieredkv.prompt_file import PromptFile, PromptLine, complain
+from tieredkv.prompt_file import PromptFile, PromptLine, complain, is_token_list
 from tieredkv.server.prompts import encode_beginning, parse_messages, parse_prompts
 from tieredkv.tokenizer import Tokenizer
 from tieredkv.warming import DeferredPrompt, WarmPrompt
@@ -81,7 +81,9 @@ def deferred_prompts(
 
 
 def encode_logged(tokenizer: Tokenizer, body: Mapping[str, Any]) -> list[list[int]]:
-    """The token ids of the prompts in a logged request's body. Raises `RequestError`."""
+    """The token ids of the prompts in a logged request's body, or in a line of a prompt file. Raises `RequestError`."""
+    if is_token_list(body.get("tokens")):
+        return [body["tokens"]]
     if body.get("messages") is not None:
         return [
             tokenizer.apply_chat_template(
