@@ -35,7 +35,7 @@ from tieredkv.storage.opening import Txn
 from tieredkv.storage.pinning import PinStore
 from tieredkv.storage.pins import PinRecord, PinsSeen
 from tieredkv.storage.record import BadRecordError, decode_record
-from tieredkv.storage.removal import BlockRemover, Cleared
+from tieredkv.storage.removal import BlockRemover, ClearOutcome
 from tieredkv.storage.session import CONTRADICTIONS, StoreSession, budget_nbytes_for, map_nbytes_for
 from tieredkv.storage.tier import BlockChange, BlockRecord, LoadOutcome, StoreOutcome, TierUsage
 
@@ -333,7 +333,7 @@ class DiskStore:
         root: bytes | None = None,
         roots: Collection[bytes] | None = None,
         below: Collection[bytes] | None = None,
-    ) -> Cleared:
+    ) -> ClearOutcome:
         """Delete all blocks, or those of a namespace, of some chains' roots (one tenant), or these blocks with all behind them;
         but none that a pin keeps.
         """

@@ -20,7 +20,7 @@ NUM_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Cleared:
+class ClearOutcome:
     """What `clear` did: blocks removed, blocks that stay because they are pinned or carry a pinned one, and blocks that could
     not be removed.
     """
@@ -61,7 +61,7 @@ class BlockRemover:
 
     def clear(
         self, namespace: bytes | None, roots: Collection[bytes] | None, below: Collection[bytes] | None
-    ) -> Cleared:
+    ) -> ClearOutcome:
         """See `DiskStore.clear`."""
         num_removed = 0
         left: list[bytes] = []
@@ -74,7 +74,7 @@ class BlockRemover:
                     left = [h for h in chosen if index.row(h) is not None]
                     kept = self._kept_by_pins(index, left)
                 if len(left) == len(kept):
-                    return Cleared(num_removed, len(kept))
+                    return ClearOutcome(num_removed, len(kept))
             error = "blocks were added behind others meanwhile"
         except StorageError as failure:
             self._session.count(failed=1)
@@ -85,7 +85,7 @@ class BlockRemover:
         kept = set()
         with contextlib.suppress(StorageError, *CONTRADICTIONS), self._session.env.reading() as txn:
             kept = self._kept_by_pins(Index(txn, self._session.medium), left)
-        return Cleared(num_removed, len(kept), len(left) - len(kept), self._session.env.fault or error)
+        return ClearOutcome(num_removed, len(kept), len(left) - len(kept), self._session.env.fault or error)
 
     def _choose(
         self, namespace: bytes | None, roots: Collection[bytes] | None, below: Collection[bytes] | None

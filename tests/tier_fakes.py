@@ -10,7 +10,7 @@ from tests.fakes import FakeRunner, ManualClock, make_core
 from tieredkv.core import EngineCore
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.pins import PinRecord, PinsSeen
-from tieredkv.storage.removal import Cleared
+from tieredkv.storage.removal import ClearOutcome
 from tieredkv.storage.tier import NEVER, BlockChange, StoreOutcome, TierUsage
 from tieredkv.tier_faces import LoadResult, LookupResult, StoreResult
 from tieredkv.tiers import Tiers
@@ -124,12 +124,12 @@ class FakeDisk:
     def _num_resident(self, record) -> int:
         return next((i for i, h in enumerate(record.hashes) if h not in self.blocks), len(record.hashes))
 
-    def clear(self, *, namespace=None, roots=None, below=None) -> Cleared:
+    def clear(self, *, namespace=None, roots=None, below=None) -> ClearOutcome:
         """What `DiskStore.clear` does, as far as this fake knows roots: all, or `below`."""
         before = len(self.blocks)
         for block_hash in list(self.blocks if below is None else below):
             self.remove(block_hash, "cleared")
-        return Cleared(before - len(self.blocks), 0)
+        return ClearOutcome(before - len(self.blocks), 0)
 
     def protect(self, hashes) -> None:
         self.protected = hashes

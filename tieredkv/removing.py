@@ -27,7 +27,7 @@ from tieredkv.event_feed import AskDisk, CallEngine
 from tieredkv.prefix_tree import PrefixTree
 from tieredkv.reports import RemovalReport, TierRemoval
 from tieredkv.storage.disk import DiskStore
-from tieredkv.storage.removal import Cleared
+from tieredkv.storage.removal import ClearOutcome
 from tieredkv.types import Tier
 
 T = TypeVar("T")
@@ -143,7 +143,7 @@ class Removal:
     async def _clear_disk(self, chosen: Chosen) -> TierRemoval:
         namespace = await self._call(lambda core: core.namespace)
 
-        def clear(store: DiskStore) -> Cleared:
+        def clear(store: DiskStore) -> ClearOutcome:
             below = None if chosen.below is None else [chosen.below]
             return store.clear(namespace=namespace, roots=chosen.roots, below=below)
 
