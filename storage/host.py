@@ -36,7 +36,8 @@ class HostArena:
 
     A staging arena has `staging_slots` slots and keeps nothing: a block is gone with its last lease. It is what lets
     blocks pass between device and disk when the host tier is off. `clock_us` is the wall clock that expiries refer to.
-    `on_evict(hash)` is called after a READY block has gone without anyone having asked for it.
+    `on_evict(hash)` is called after a READY block has gone without anyone having asked for it, `priority(hash)` when a block
+    comes.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class HostArena:
         self.keeps = num_slots >= staging_slots
         self.num_slots = num_slots if self.keeps else staging_slots
         self.on_evict: Callable[[bytes], None] = lambda block_hash: None
+        self.priority: Callable[[bytes], int] = lambda block_hash: DEFAULT_PRIORITY
         self._clock_us = clock_us
         self._memory: Memory = allocate(self.num_slots * self.slot_nbytes, self.slot_nbytes)
         # Slots that have held something; the others come into being when they are taken, so a large arena starts at once.
@@ -163,13 +165,12 @@ class HostArena:
         parent: bytes,
         depth: int,
         *,
-        priority: int = DEFAULT_PRIORITY,
-        expires_us: int = NEVER,
         protect: Collection[bytes] = (),
     ) -> Reservation | None:
         """A slot for a block that is not here, evicting if need be but nothing in `protect`, nor the block's parent.
 
-        None if the block is here already, or is being filled, or if every slot is in use or kept.
+        The block gets the priority that `priority` tells. None if it is here already, or is being filled, or if every slot
+        is in use or kept.
         """
         if block_hash in self._by_hash:
             return None
@@ -183,7 +184,7 @@ class HostArena:
             self._evict(victim)
         slot = self._take_free()
         slot.state, slot.hash, slot.parent, slot.depth = SlotState.WRITING, block_hash, parent, depth
-        slot.priority, slot.expires_us, slot.forgotten = priority, expires_us, False
+        slot.priority, slot.expires_us, slot.forgotten = self.priority(block_hash), NEVER, False
         slot.kept = block_hash in self._kept
         slot.num_leases, slot.num_children = 0, self._children.get(block_hash, 0)
         self._by_hash[block_hash] = slot

@@ -26,7 +26,7 @@ from tieredkv.blocks import BlockPool
 from tieredkv.gate import Arrivals
 from tieredkv.tier_faces import COPYING, LOADING, BlockInfo, DiskTier, HostTier, Lease, LoadResult, Reservation
 from tieredkv.transfer import Copy, CopyEngine
-from tieredkv.types import DEFAULT_PRIORITY, Tier
+from tieredkv.types import Tier
 
 # Blocks per copy to the device: the first ones are there while the last ones are still read.
 _COPY_BATCH = 16
@@ -124,8 +124,6 @@ class Restorer:
         self._arrivals = {Tier.HOST: Arrivals(), Tier.DISK: Arrivals()}
         self._loaded = loaded
         self._missing = missing
-        # With which priority a block goes into the host tier.
-        self.priority: Callable[[bytes], int] = lambda block_hash: DEFAULT_PRIORITY
         self._active: list[Restore] = []
         self._loading: dict[bytes, _Loading] = {}
         self._in_flight: dict[int, tuple[Copy, float]] = {}
@@ -277,9 +275,9 @@ class Restorer:
             restore.fail(index)
             return True
         info = item.info
-        reservation = self._begin(info)
+        reservation = self._host.begin(info.hash, info.parent, info.depth)
         if reservation is None and self._make_room(restore.items[:index]):
-            reservation = self._begin(info)
+            reservation = self._host.begin(info.hash, info.parent, info.depth)
         if reservation is None:
             return False
         tag = _Loading(restore, index, reservation, self._clock())
@@ -289,9 +287,6 @@ class Restorer:
         self._loading[info.hash] = tag
         item.state = _State.LOADING
         return True
-
-    def _begin(self, info: BlockInfo) -> Reservation | None:
-        return self._host.begin(info.hash, info.parent, info.depth, priority=self.priority(info.hash))
 
     def _make_room(self, before: Sequence[_Item]) -> bool:
         """A prefix longer than the whole host tier passes through it: forget one of its blocks there that has reached the

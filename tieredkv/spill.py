@@ -24,7 +24,7 @@ from tieredkv.keeping import Keeper
 from tieredkv.storage.tier import StoreOutcome
 from tieredkv.tier_faces import COPYING, WRITING, BlockInfo, DiskTier, HostTier, Lease, Reservation, StoreResult
 from tieredkv.transfer import Copy, CopyEngine
-from tieredkv.types import DEFAULT_PRIORITY, Tier
+from tieredkv.types import Tier
 
 # Blocks per copy and per disk transaction: long enough to amortise both, short enough not to disturb a step.
 _BATCH = 32
@@ -96,8 +96,6 @@ class Spiller:
         self.blocks_per_step = _BATCH
         # How fast blocks go down: bytes per second of a copy.
         self.copy_rate = Rate()
-        # With which priority a block goes into the host tier.
-        self.priority: Callable[[bytes], int] = lambda block_hash: DEFAULT_PRIORITY
         # Called when a copied block has become findable in the host tier.
         self.on_spilled: Callable[[BlockInfo], None] = lambda info: None
         # Blocks that were removed from a lower tier on purpose: not copied there again before somebody uses them.
@@ -430,7 +428,7 @@ class Spiller:
         """A slot for a block. A prefix longer than the whole host tier passes through it: where nothing else can go, an
         ancestor goes that the disk holds.
         """
-        reservation = self._begin(info)
+        reservation = self._host.begin(info.hash, info.parent, info.depth)
         at: BlockInfo | None = info
         while reservation is None and at is not None and at.depth:
             at = self._info.get(at.parent)
@@ -438,11 +436,8 @@ class Spiller:
                 continue
             if self._host.remove(at.hash):
                 self._host.on_evict(at.hash)
-                reservation = self._begin(info)
+                reservation = self._host.begin(info.hash, info.parent, info.depth)
         return reservation
-
-    def _begin(self, info: BlockInfo) -> Reservation | None:
-        return self._host.begin(info.hash, info.parent, info.depth, priority=self.priority(info.hash))
 
     def _sort_in(self, block_hash: bytes) -> None:
         """Put a known block where it belongs by what holds it now."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tieredkv.storage.tier import BlockChange, StoreOutcome, TierUsage
-from tieredkv.types import DEFAULT_PRIORITY
 
 if TYPE_CHECKING:
     from tieredkv.storage.disk import DiskStore
@@ -86,11 +85,12 @@ class Reservation(Protocol):
 
 class HostTier(Protocol):
     """Fixed slots in host memory: FREE -> WRITING (`begin`) -> READY -> FREE (by eviction). `on_evict(hash)` is called when a
-    READY block goes without having been asked to. A tier that does not keep blocks only lets them pass: each is gone with
-    its last lease.
+    READY block goes without having been asked to, `priority(hash)` when one comes. A tier that does not keep blocks only lets
+    them pass: each is gone with its last lease.
     """
 
     on_evict: Callable[[bytes], None]
+    priority: Callable[[bytes], int]
     retained_limit: int
     """Most blocks that stay ahead of others for their priority."""
 
@@ -123,9 +123,7 @@ class HostTier(Protocol):
         """Whether a READY slot holds the block."""
         ...
 
-    def begin(
-        self, block_hash: bytes, parent: bytes, depth: int, *, priority: int = DEFAULT_PRIORITY
-    ) -> Reservation | None:
+    def begin(self, block_hash: bytes, parent: bytes, depth: int) -> Reservation | None:
         """A slot to write the block into, evicting the least useful one if need be, but not the block's parent; None if that
         cannot be had, or if the block is there or being written.
         """

@@ -111,7 +111,7 @@ class Tiers:
 
     def rank_by(self, priority: Callable[[bytes], int], rank: Callable[[bytes], tuple[int, int]]) -> None:
         """Ask these for the priority of blocks that go down, and how long it lasts."""
-        self.spiller.priority = self.restorer.priority = priority
+        self.host.priority = priority
         if self.disk is not None:
             self.disk.rank = rank
 

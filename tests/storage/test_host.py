@@ -13,6 +13,7 @@ from tieredkv.storage.host import HostArena
 from tieredkv.storage.memory import REGISTER_CHUNK_NBYTES, PinnedMemory, PlainMemory
 from tieredkv.storage.slots import Lease, Reservation
 from tieredkv.storage.tier import NEVER
+from tieredkv.types import DEFAULT_PRIORITY
 
 NBYTES = 5000
 SLOT_NBYTES = 8192
@@ -22,7 +23,10 @@ def make_arena(num_slots: int = 4, **more) -> HostArena:
     return HostArena(NBYTES, num_slots * SLOT_NBYTES, **({"clock_us": lambda: 0} | more))
 
 
-def store(arena: HostArena, block_hash: bytes, parent: bytes, depth: int, **more) -> bool:
+def store(
+    arena: HostArena, block_hash: bytes, parent: bytes, depth: int, *, priority: int = DEFAULT_PRIORITY, **more
+) -> bool:
+    arena.priority = lambda _: priority
     reservation = arena.begin(block_hash, parent, depth, **more)
     if reservation is None:
         return False
@@ -81,11 +85,13 @@ def test_a_parent_inherits_the_use_of_a_removed_child():
 def test_low_priorities_go_first_and_expired_ones_are_ordinary_again():
     now_us = [0]
     arena = make_arena(5, clock_us=lambda: now_us[0])
-    store(arena, name("lent", 0), b"", 0, expires_us=10, priority=90)
+    store(arena, name("lent", 0), b"", 0)
+    arena.retain(name("lent", 0), 90, 10)
     store(arena, name("precious", 0), b"", 0, priority=90)
     store(arena, name("plain", 0), b"", 0)
     store(arena, name("cheap", 0), b"", 0, priority=1)
-    store(arena, name("soon dear", 0), b"", 0, priority=1, expires_us=10)
+    store(arena, name("soon dear", 0), b"", 0)
+    arena.retain(name("soon dear", 0), 1, 10)
     now_us[0] = 10
     # The two that expired are as old as they are.
     for i, gone in enumerate(("cheap", "lent", "plain", "soon dear")):
