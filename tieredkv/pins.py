@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import builtins
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tieredkv import hashing
@@ -89,6 +89,8 @@ class Pins:
         )
         self._pins: dict[bytes, _Pin] = {}
         self._by_block: dict[bytes, tuple[str, ...]] = {}
+        # Somebody reads it: the next change is made to a copy.
+        self._is_shown = False
         self._store = StoredPins(self._disk, self._saved, self._seen)
         self._num_resets: int | None = None
         self._seen_us = 0
@@ -195,9 +197,10 @@ class Pins:
         pin = self._find(pin_id, None)
         return None if pin is None else pin.record.tenant
 
-    def by_block(self) -> dict[bytes, tuple[str, ...]]:
-        """A copy of the ids of the pins on each pinned block, at about 10 ns a block."""
-        return self._by_block.copy()
+    def by_block(self) -> Mapping[bytes, tuple[str, ...]]:
+        """The ids of the pins on each pinned block, as they are now: later pins do not show in it. For any thread."""
+        self._is_shown = True
+        return self._by_block
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -266,19 +269,24 @@ class Pins:
 
     def _count(self, pin: _Pin) -> None:
         self.keeper.add(pin.record.hashes, pin.record.tier, pin.num_firm)
-        pin_id = pin.record.id.hex()
+        pin_id, by_block = pin.record.id.hex(), self._by_block_to_change()
         for block_hash in pin.record.hashes:
-            self._by_block[block_hash] = (*self._by_block.get(block_hash, ()), pin_id)
+            by_block[block_hash] = (*by_block.get(block_hash, ()), pin_id)
 
     def _uncount(self, pin: _Pin) -> None:
         self.keeper.remove(pin.record.hashes, pin.record.tier, pin.num_firm)
-        pin_id = pin.record.id.hex()
+        pin_id, by_block = pin.record.id.hex(), self._by_block_to_change()
         for block_hash in pin.record.hashes:
-            others = tuple(each for each in self._by_block[block_hash] if each != pin_id)
+            others = tuple(each for each in by_block[block_hash] if each != pin_id)
             if others:
-                self._by_block[block_hash] = others
+                by_block[block_hash] = others
             else:
-                del self._by_block[block_hash]
+                del by_block[block_hash]
+
+    def _by_block_to_change(self) -> dict[bytes, tuple[str, ...]]:
+        if self._is_shown:
+            self._by_block, self._is_shown = self._by_block.copy(), False
+        return self._by_block
 
     def _forget(self, pin: _Pin) -> None:
         self._uncount(pin)

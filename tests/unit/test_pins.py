@@ -306,6 +306,19 @@ def test_everybody_sees_his_own_pins_only():
     assert core.pins.unpin(mine.id, scope="me") is not None
 
 
+def test_what_a_reader_has_seen_of_the_pins_does_not_change_under_it():
+    core, _ = make_core(num_blocks=40, max_model_len=160)
+    first = core.pins.pin(prompt(32))
+    seen = core.pins.by_block()
+    assert seen is core.pins.by_block(), "no copy while nothing changes"
+    before = dict(seen)
+    second = core.pins.pin(prompt(48))
+    core.pins.unpin(first.id)
+    assert seen == before
+    assert set(core.pins.by_block().values()) == {(second.id,)}
+    core.check_integrity()
+
+
 def test_the_greatest_request_runs_beside_full_pins():
     core, _ = make_core(num_blocks=40, max_model_len=160)
     for i in range(5):
