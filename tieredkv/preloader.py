@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from tieredkv.config import Config
 from tieredkv.core import EngineCore
 from tieredkv.errors import StorageError, TieredKVError
-from tieredkv.preload import Entry
+from tieredkv.preload_plan import Entry
 from tieredkv.reports import PinReport
 from tieredkv.storage.session import budget_nbytes_for
 from tieredkv.types import EngineOutput, EngineRequest, FinishReason, SamplingParams

@@ -27,7 +27,7 @@ ROWS = {
         "warming",
         "warm_job",
         "residency",
-        "preload",
+        "preload_plan",
         "preloader",
         "prompt_file",
         "request_log",

@@ -1,7 +1,7 @@
 """`tieredkv preload FILE`: compute prompts straight into a store, without a server, or say what that would take.
 
 Turns flags into a plan and its outcome into a table or JSON. Knows files, the terminal and the order of the steps; how
-prompts become blocks is `tieredkv.preload`'s business.
+prompts become blocks is the business of `preload_plan` and `preloader`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from tieredkv.cli import store
+from tieredkv.checkpoint import default_store
 from tieredkv.cli.options import config_option, given_settings, option, settings_fields
 from tieredkv.cli.preload_report import show
 from tieredkv.config import Config, format_size, parse_size
@@ -31,7 +31,7 @@ from tieredkv.runtime import maybe_reexec
 
 if TYPE_CHECKING:
     from tieredkv.models import LoadedModel
-    from tieredkv.preload import Entry, Plan
+    from tieredkv.preload_plan import Entry, Plan
     from tieredkv.preloader import Preloader, Progress
 
 EXIT_INCOMPLETE = 1
@@ -121,7 +121,7 @@ def _load_config(given: dict[str, Any]) -> Config:
     """The settings; the size of a store that exists stays what it is unless said otherwise."""
     from tieredkv.preloader import settings_for
 
-    defaults: dict[str, Any] = {"disk_path": str(store.default_store()), "host_memory": 0}
+    defaults: dict[str, Any] = {"disk_path": str(default_store()), "host_memory": 0}
 
     def load() -> Config:
         return Config.load(
@@ -140,7 +140,7 @@ def _load_config(given: dict[str, Any]) -> Config:
 
 
 def _directory(config: Config) -> Path:
-    return Path(config.tiers.disk_path or store.default_store()).expanduser()
+    return Path(config.tiers.disk_path or default_store()).expanduser()
 
 
 @contextlib.contextmanager
@@ -182,7 +182,7 @@ class _Run:
 
     def choose(self, log: Path, output: Path, budget_nbytes: int, min_hits: int) -> None:
         """Write the prefixes of a request log that are worth keeping to `output`."""
-        from tieredkv.preload import block_cost
+        from tieredkv.preload_plan import block_cost
         from tieredkv.request_log import choose_prefixes
         from tieredkv.server.warm import encode_logged
 
@@ -201,7 +201,7 @@ class _Run:
 
     def preload(self, file: Path, *, dry_run: bool) -> int:
         """Plan, and unless it is a dry run compute; returns the exit code."""
-        from tieredkv import preload
+        from tieredkv import preload_plan
         from tieredkv.server.warm import check_prompt_file, deferred_prompts
 
         model, config = self._model, self._config
@@ -209,7 +209,7 @@ class _Run:
         prompts = deferred_prompts(file, check_prompt_file(file), model.tokenizer, config.server.api_key)
         directory = _directory(config)
         with _reading(directory) as found, self._console.status("") as status:
-            plan = preload.make_plan(
+            plan = preload_plan.make_plan(
                 file,
                 prompts,
                 namespace=namespace,
@@ -219,7 +219,7 @@ class _Run:
                 look_up=found.longest_prefix if found is not None else lambda _: 0,
                 progress=lambda done: status.update(f"Reading prompts: {done:,} of {len(prompts):,}"),
             )
-        room = preload.room_blocks(config.tiers.disk_size, layout.block_nbytes, layout.block_size)
+        room = preload_plan.room_blocks(config.tiers.disk_size, layout.block_nbytes, layout.block_size)
         plan.admit(room)
         self._describe(plan, layout.block_nbytes)
         if dry_run:
@@ -230,7 +230,9 @@ class _Run:
             self._compute(plan, room)
         with _reading(directory) as found:
             look_up = found.longest_prefix if found is not None else lambda _: 0
-            stored = [preload.num_stored_blocks(entry, namespace, layout.block_size, look_up) for entry in plan.entries]
+            stored = [
+                preload_plan.num_stored_blocks(entry, namespace, layout.block_size, look_up) for entry in plan.entries
+            ]
         lacking = [(entry, num) for entry, num in zip(plan.entries, stored, strict=True) if num < entry.num_blocks]
         self._result["not_stored"] = [_entry_as_json(entry, num, plan) for entry, num in lacking]
         refused = any(pin["outcome"] == "refused" for pin in self._result.get("pins", ()))
