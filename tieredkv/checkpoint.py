@@ -59,6 +59,11 @@ def cache_dir() -> Path:
     return Path.home() / ".cache" / "tieredkv"
 
 
+def default_store() -> Path:
+    """Where `serve` keeps its blocks unless told otherwise."""
+    return cache_dir() / "blocks"
+
+
 def resolve(model: str, convert: Converter, progress: Progress) -> Checkpoint:
     """Find `model`: the default's name, a local folder, a GGUF file, or a hub id, in this order.
 

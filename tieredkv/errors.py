@@ -6,6 +6,7 @@ TieredKVError
 ├── RequestError           the request cannot be honoured (HTTP 4xx); names the parameter
 ├── CapacityError          no room now (HTTP 429 or 503); the same request may work later
 ├── StorageError           a lower tier failed; the cache turns it into a miss
+├── AdminError             an operator's question was not answered; the command line prints why
 ├── DeviceLostError        the GPU computes nothing any more: the engine stops, only a new process helps
 └── InvariantError         the program contradicts itself: a bug, never the caller's fault
 """
@@ -55,6 +56,10 @@ class CapacityError(TieredKVError):
 
 class StorageError(TieredKVError):
     """A tier below the device failed; the cache counts it and treats it as a miss."""
+
+
+class AdminError(TieredKVError):
+    """A server was not reached, or refused what an operator asked of it."""
 
 
 class DeviceLostError(TieredKVError):

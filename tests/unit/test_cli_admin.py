@@ -17,8 +17,9 @@ from tests.server.conftest import running_server
 from tests.server.fake_admin import EPOCH, FakeAdmin
 from tests.server.fake_engine import FakeEngine
 from tieredkv.cli import admin as commands
-from tieredkv.cli.admin_client import AdminClient, AdminError
+from tieredkv.cli.admin_client import AdminClient
 from tieredkv.cli.main import main
+from tieredkv.errors import AdminError
 from tieredkv.types import Tier
 
 KEY = "admin-key"

@@ -18,7 +18,7 @@ import pytest
 import typer.main
 import yaml
 
-from tieredkv.cli.main import app
+from tieredkv.cli.app import make_app
 from tieredkv.config import Config, parse_size, settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -321,7 +321,7 @@ def test_settings_files_name_only_what_they_change():
 
 
 def _parses(command: list[str]) -> None:
-    found, (name, *arguments) = typer.main.get_command(app), command
+    found, (name, *arguments) = typer.main.get_command(make_app()), command
     while hasattr(found := found.commands[name], "commands") and arguments and arguments[0] != "--help":
         name, *arguments = arguments
     found.make_context(name, arguments, resilient_parsing="--help" in arguments)

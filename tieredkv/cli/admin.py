@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from tieredkv.cli import admin_tables as tables
-from tieredkv.cli.admin_client import DEFAULT_URL, AdminClient, AdminError, segment
+from tieredkv.cli.admin_client import DEFAULT_URL, AdminClient, segment
 from tieredkv.cli.admin_input import (
     MessagesFile,
     Prompt,
@@ -33,6 +33,7 @@ from tieredkv.cli.admin_input import (
     ttl_value,
 )
 from tieredkv.config import Config
+from tieredkv.errors import AdminError
 from tieredkv.types import Tier
 
 EXIT_INCOMPLETE = 1

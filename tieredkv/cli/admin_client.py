@@ -15,17 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
-from tieredkv.errors import TieredKVError
+from tieredkv.errors import AdminError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 30.0
 # Several times what the server lets pass before it sends a sign of life.
 _SILENCE_S = 60.0
 _MAX_ANSWER_NBYTES = 256 * 1024**2
-
-
-class AdminError(TieredKVError):
-    """The server was not reached, or refused."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tieredkv.cli.admin_client import AdminError
+from tieredkv.errors import AdminError
 
 Prompt = Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="The prompt as text.")]
 PromptText = Annotated[

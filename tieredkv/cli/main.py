@@ -1,118 +1,36 @@
-"""The command line: `tieredkv serve [MODEL]`, and the commands beside it.
+"""The command line's entry: the exit code of whatever was asked for.
 
-Flags win over `TIEREDKV_*` variables, those over the file. Bad input is one line on stderr and exit code 2. Nothing heavy
-is imported before a command runs.
+Bad input is one line on stderr and exit code 2. Knows no command but that a server is better off in another process (see
+`runtime.maybe_reexec`): that is found out here, before typer, rich and pydantic are imported for nothing.
 """
 
 from __future__ import annotations
 
-import inspect
-import os
 import sys
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from tieredkv import __version__
-from tieredkv.cli import admin, bench, preload, simulate, store, transport
-from tieredkv.cli.admin_client import AdminError
-from tieredkv.cli.options import config_option, given_settings, option, settings_fields, with_parameters
-from tieredkv.config import Config
-from tieredkv.errors import ConfigError, StorageError, UnsupportedModelError
+from tieredkv.errors import AdminError, ConfigError, StorageError, UnsupportedModelError
 from tieredkv.runtime import maybe_reexec
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
-# Typer brings its own copy of click or uses the installed one, depending on its version: take the class from typer.
-_UsageError: Any = typer.BadParameter.__base__
-
-SERVE_HELP = """Serve MODEL behind an OpenAI-style API.
-
-Every prefix that was computed stays in a pool of KV blocks, and later requests that start with it skip that part.
-
-[bold]Examples[/bold]
-
-  tieredkv serve                                   the default model on 127.0.0.1:8000
-  tieredkv serve ./Qwen3-0.6B --port 9000          a local Hugging Face folder
-  tieredkv serve model.gguf --kv-cache-memory 8GiB a GGUF file with a pool of 8 GiB
-  tieredkv serve --disk-path /nvme/kv --disk-size 200GiB   evicted blocks survive there, also a restart
-  tieredkv serve --config configs/default.toml     settings from a file; flags win over it
-
-Each flag is also a key of the file and a variable: --max-num-seqs, max_num_seqs, TIEREDKV_MAX_NUM_SEQS.
-"""
-
-app = typer.Typer(
-    name="tieredkv",
-    help="A tiered KV cache service for LLM inference.",
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-)
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"tieredkv {__version__}")
-        raise typer.Exit
-
-
-@app.callback(invoke_without_command=True)
-def _root(
-    context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-
-
-def _serve(**given: Any) -> int:
-    file = given.pop("config")
-    config = Config.load(
-        given_settings(given),
-        file=file,
-        environ=os.environ,
-        source="command line",
-        defaults={"disk_path": str(store.default_store())},
-    )
-    # Before torch is loaded: the allocator and the OpenMP runtime can only be chosen at the start of a process.
-    maybe_reexec(sys.argv)
-    from tieredkv.server.main import serve
-
-    return serve(config)
-
-
-def _serve_parameters() -> list[inspect.Parameter]:
-    """MODEL, --config, then one flag per setting in the order of the config module."""
-    parameters = []
-    for section, field in settings_fields():
-        if field.name == "model":
-            argument = typer.Argument(metavar="MODEL", help=f"{field.metadata['doc']} Default: {field.default}.")
-            kind: Any = Annotated[str | None, argument]
-            parameters.append(inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
-            parameters.append(config_option())
-        else:
-            parameters.append(option(section, field))
-    return parameters
-
-
-app.command("serve", help=SERVE_HELP)(with_parameters(_serve, _serve_parameters()))
-app.command("preload", help=preload.HELP)(with_parameters(preload.preload, preload.parameters()))
-app.command("inspect")(store.inspect_store)
-app.command("verify")(store.verify_store)
-app.command("export", help=transport.EXPORT_HELP)(transport.export_prefixes)
-app.command("import", help=transport.IMPORT_HELP)(transport.import_prefixes)
-app.add_typer(admin.app)
-app.add_typer(bench.app)
-app.command("simulate", help=simulate.HELP)(simulate.simulate)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    given = sys.argv[1:] if argv is None else argv
+    command = given[0] if given else None
+    if argv is None and command == "serve" and "--help" not in given:
+        maybe_reexec(sys.argv)
+    import typer
+
+    from tieredkv.cli.app import make_app
+
+    # Typer brings its own copy of click or uses the installed one, depending on its version: take the class from typer.
+    usage_error: Any = typer.BadParameter.__base__
     try:
-        code = app(args=argv, prog_name="tieredkv", standalone_mode=False)
-    except _UsageError as error:
+        code = make_app(command)(args=argv, prog_name="tieredkv", standalone_mode=False)
+    except usage_error as error:
         return _complain(error.format_message())
     except (AdminError, ConfigError, StorageError, UnsupportedModelError) as error:
         return _complain(str(error))

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tieredkv.checkpoint import cache_dir
+from tieredkv.checkpoint import default_store
 from tieredkv.config import format_size
 
 if TYPE_CHECKING:
@@ -75,11 +75,6 @@ def verify_store(
         return 0
     print(f"{checked}: {report.num_problems:,} problems; --repair removes what is bad")
     return EXIT_PROBLEMS
-
-
-def default_store() -> Path:
-    """Where `serve` keeps its blocks unless told otherwise."""
-    return cache_dir() / "blocks"
 
 
 def _open(directory: Path | None, *, readonly: bool) -> DiskStore:

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tieredkv.cli.store import default_store
+from tieredkv.checkpoint import default_store
 from tieredkv.config import format_size, parse_size
 from tieredkv.errors import ConfigError
 from tieredkv.layout import DTYPE_NBYTES
