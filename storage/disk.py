@@ -37,7 +37,7 @@ from tieredkv.storage.pins import PinRecord, PinsSeen
 from tieredkv.storage.record import BadRecordError, decode_record
 from tieredkv.storage.removal import BlockRemover, ClearOutcome
 from tieredkv.storage.session import CONTRADICTIONS, StoreSession, budget_nbytes_for, map_nbytes_for
-from tieredkv.storage.tier import BlockChange, BlockRecord, LoadOutcome, StoreOutcome, TierUsage
+from tieredkv.storage.tier import BlockChange, BlockRecord, LoadOutcome, Refusal, StoreOutcome, TierUsage
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +140,11 @@ class DiskStore:
         return self._env.fault or (
             "the index contradicts itself and waits for repair" if self._session.must_rebuild else None
         )
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """Set while blocks cannot be stored, until some have been. Smaller writes, and so `fault`, may fare better."""
+        return self._session.refusal
 
     @property
     def file_nbytes(self) -> int:

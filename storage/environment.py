@@ -226,7 +226,7 @@ class StoreEnvironment:
         try:
             yield
         except lmdb.MapFullError as error:
-            raise StoreFullError(str(error)) from None
+            raise StoreFullError(f"{self.directory}: {error}") from None
         except lmdb.MapResizedError:
             self._faults["size"] = f"{self.directory}: another process has enlarged the store"
             raise StoreUnavailableError(self._faults["size"]) from None

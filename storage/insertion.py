@@ -44,14 +44,20 @@ class BlockInserter:
         order = sorted(range(len(records)), key=lambda i: records[i].depth)
         protected = {*protect, *(r.hash for r in records), *(r.parent for r in records)}
         self._sift(records, order, outcomes)
+        reason = None
         for group in self._groups(records, [i for i in order if i not in outcomes]):
-            if not self._put_group(records, group, outcomes, protected):
+            reason = self._put_group(records, group, outcomes, protected)
+            if reason is not None:
                 break
         done = [outcomes.get(i, StoreOutcome.FAILED) for i in range(len(records))]
         num_stored = done.count(StoreOutcome.STORED)
         num_failed = done.count(StoreOutcome.FAILED)
         num_refused = len(done) - num_stored - num_failed - done.count(StoreOutcome.PRESENT)
         self._session.count(stored=num_stored, failed=num_failed, refused=num_refused)
+        if reason is not None:
+            self._session.refused(reason, num_failed + done.count(StoreOutcome.NO_ROOM))
+        elif num_stored:
+            self._session.refusal = None
         return done
 
     def _sift(self, records: Sequence[BlockRecord], order: list[int], outcomes: dict[int, StoreOutcome]) -> None:
@@ -93,32 +99,32 @@ class BlockInserter:
         group: list[int],
         outcomes: dict[int, StoreOutcome],
         protected: Collection[bytes],
-    ) -> bool:
-        """Store one group; False if there is no point in trying the ones behind it."""
+    ) -> str | None:
+        """Store one group; why that failed, where there is no point in trying the ones behind it."""
         try:
             encoded = self._encode([records[i] for i in group])
         except (StorageError, ValueError) as error:
             logger.warning("disk tier: blocks refused: %s", error)
             outcomes.update(dict.fromkeys(group, StoreOutcome.REFUSED))
-            return True
+            return None
         nbytes = sum(view.nbytes for view in encoded)
         relief = [factor * nbytes for factor in RELIEF]
         while True:
             try:
                 outcomes.update(self._attempt(records, group, encoded, protected))
-                return True
+                return None
             except StoreFullError as error:
                 # Evicting gives the file system nothing back: where that is full, one more try has to do.
                 relief = relief[: 1 if isinstance(error, DeviceFullError) else None]
                 if not relief or not self._relieve(min(relief.pop(0), self._session.budget_nbytes // 4), protected):
-                    break
-            except StorageError:
-                return False
+                    unanswered = (i for i in range(len(records)) if i not in outcomes)
+                    outcomes.update(dict.fromkeys(unanswered, StoreOutcome.NO_ROOM))
+                    return str(error)
+            except StorageError as error:
+                return str(error)
             except CONTRADICTIONS as error:
                 self._session.distrust(error)
-                return False
-        outcomes.update(dict.fromkeys((i for i in range(len(records)) if i not in outcomes), StoreOutcome.NO_ROOM))
-        return False
+                return str(error)
 
     def _attempt(
         self,

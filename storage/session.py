@@ -17,7 +17,7 @@ from typing import TypeVar
 from tieredkv.errors import InvariantError, StorageError
 from tieredkv.storage.environment import StoreEnvironment
 from tieredkv.storage.index import Index, State
-from tieredkv.storage.tier import BlockChange
+from tieredkv.storage.tier import BlockChange, Refusal
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -73,6 +73,8 @@ class StoreSession:
         self.last_state = State()
         self.last_num_pinned = 0
         self.must_rebuild = False
+        self.refusal: Refusal | None = None
+        """Set while blocks cannot be stored, until some have been."""
         self._changes: deque[BlockChange] | None = None
         self._count_lock = threading.Lock()
 
@@ -108,6 +110,12 @@ class StoreSession:
             self.distrust(error)
             return None
         return value
+
+    def refused(self, reason: str, num_blocks: int) -> None:
+        """The store or its device has failed to take blocks. For the thread that writes."""
+        before = self.refusal
+        since_us = self.clock_us() if before is None else before.since_us
+        self.refusal = Refusal(reason, since_us, num_blocks + (0 if before is None else before.num_blocks))
 
     def follow(self) -> None:
         """From now on keep what commits change, until `take_changes`."""

@@ -78,6 +78,17 @@ class BlockChange:
 
 
 @dataclass(frozen=True, slots=True)
+class Refusal:
+    """A tier that fails to take blocks: why it did not take the last ones, since when (microseconds since the epoch), and how
+    many it has refused since then.
+    """
+
+    reason: str
+    since_us: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class TierUsage:
     """A tier's counters. The first four are facts about its contents, the others counts since it was opened here.
 

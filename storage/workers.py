@@ -37,6 +37,7 @@ MAINTAIN_EVERY_S = 1.0
 SYNC_AFTER_IDLE_S = 3.0
 RESTART_AFTER_S = 1.0
 STUCK_AFTER_S = 30.0
+NO_REASON = "for no known reason"
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +51,11 @@ class _Worker:
     busy_since_s: float = 0.0
     died: str | None = None
     restart_at_s: float = 0.0
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether there was a thread that has ended."""
+        return self.thread is not None and not self.thread.is_alive()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,23 +198,21 @@ class StorageWorkers:
         return QueueDepths(self._loads.nbytes, len(self._writes), self._writes.nbytes)
 
     def health(self) -> list[str]:
-        """What is wrong with the threads, for people; empty while all is well. Dead ones are replaced after a second."""
-        self._supervise()
+        """What is wrong with the threads, for people; empty while all is well. `poll` replaces dead ones. For any thread."""
         now_s, problems = self._clock(), []
         for worker in self._workers:
-            if worker.died is not None:
-                problems.append(f"{worker.name} died: {worker.died}")
+            if worker.died is not None or (worker.is_dead and not self._closed):
+                problems.append(f"{worker.name} died: {worker.died or NO_REASON}")
             elif worker.current and worker.queue is not self._asks and now_s - worker.busy_since_s > STUCK_AFTER_S:
                 problems.append(f"{worker.name} has been busy with one job for {now_s - worker.busy_since_s:.0f} s")
         return problems
 
     def _supervise(self) -> None:
         for worker in self._workers:
-            thread = worker.thread
-            if thread is None or thread.is_alive() or self._closed:
+            if self._closed or not worker.is_dead:
                 continue
             if worker.died is None:
-                worker.died = "for no known reason"
+                worker.died = NO_REASON
             self._answer_all(worker, worker.died)
             if self._clock() >= worker.restart_at_s:
                 logger.warning("disk tier: %s is started again", worker.name)

@@ -63,6 +63,7 @@ class FakeDisk:
         self._answers: list = []
 
     fault = None
+    refusal = None
     write_nbytes_per_s = None
     queued_nbytes = (0, 0)
 

@@ -21,7 +21,7 @@ from tieredkv.storage.jobs import LoadJob, LookupJob, StoreJob
 from tieredkv.storage.memory import PAGE_NBYTES
 from tieredkv.storage.record import HEADER_NBYTES
 from tieredkv.storage.session import budget_nbytes_for
-from tieredkv.storage.tier import NEVER, BlockRecord, LoadOutcome, StoreOutcome, TierUsage
+from tieredkv.storage.tier import NEVER, BlockRecord, LoadOutcome, Refusal, StoreOutcome, TierUsage
 from tieredkv.storage.workers import StorageWorkers
 from tieredkv.tier_faces import BlockInfo, DiskResult, LoadResult, LookupResult, StoreResult
 from tieredkv.types import DEFAULT_PRIORITY
@@ -77,6 +77,10 @@ class ThreadedDisk:
         if workers is None:
             return self._open_fault
         return workers.store.fault or next(iter(workers.health()), None)
+
+    @property
+    def refusal(self) -> Refusal | None:
+        return None if self._workers is None else self._workers.store.refusal
 
     @property
     def queued_nbytes(self) -> tuple[int, int]:

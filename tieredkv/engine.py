@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import logging
 import queue
 import threading
@@ -228,6 +229,17 @@ class Engine:
         if self._thread.ident is None:
             return "the engine has not been started"
         return None if self._thread.is_alive() else "the engine thread has ended"
+
+    def warnings(self) -> list[str]:
+        """What does not work as it should while requests are served all the same, for people who may be anybody."""
+        disk = self._core.tiers.disk if self._core.tiers is not None else None
+        if disk is None:
+            return []
+        refusal = disk.refusal
+        if refusal is None:
+            return [] if disk.fault is None else ["the disk tier does not work"]
+        since = datetime.datetime.fromtimestamp(refusal.since_us // 1_000_000, datetime.UTC).isoformat()
+        return [f"the disk tier has taken no blocks since {since} and refused {refusal.num_blocks:,}"]
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Stop the thread after its current step. Requests that still run end with an error; what the disk tier does not hold

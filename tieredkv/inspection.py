@@ -169,6 +169,7 @@ def _disk_report(core: EngineCore) -> TierReport:
     usage, counts = disk.usage(), tiers.spiller.counts
     reads, writes = disk.queued_nbytes
     each = usage.used_nbytes / usage.num_blocks if usage.num_blocks else nbytes
+    refusal = disk.refusal
     return TierReport(
         tier=Tier.DISK,
         enabled=True,
@@ -191,6 +192,9 @@ def _disk_report(core: EngineCore) -> TierReport:
         read_nbytes_per_s=core.gate.bandwidth[Tier.DISK].per_s,
         write_nbytes_per_s=disk.write_nbytes_per_s,
         fault=disk.fault,
+        refusal=None if refusal is None else refusal.reason,
+        refusing_since_s=None if refusal is None else refusal.since_us / 1e6,
+        num_refused_blocks=0 if refusal is None else refusal.num_blocks,
     )
 
 

@@ -39,6 +39,11 @@ class TierReport:
     read_nbytes_per_s: float | None = None
     write_nbytes_per_s: float | None = None
     fault: str | None = None
+    refusal: str | None = None
+    """Why the tier did not take the last blocks that it was given; None once it has taken some again."""
+    refusing_since_s: float | None = None
+    num_refused_blocks: int = 0
+    """Since then."""
 
 
 @dataclass(frozen=True, slots=True)

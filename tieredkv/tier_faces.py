@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from tieredkv.storage.tier import BlockChange, StoreOutcome, TierUsage
+from tieredkv.storage.tier import BlockChange, Refusal, StoreOutcome, TierUsage
 
 if TYPE_CHECKING:
     from tieredkv.storage.disk import DiskStore
@@ -173,6 +173,11 @@ class DiskTier(Protocol):
     @property
     def fault(self) -> str | None:
         """What is wrong with the tier, for people."""
+        ...
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """Set while the tier fails to take blocks, until it has taken some again."""
         ...
 
     @property

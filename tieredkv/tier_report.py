@@ -96,5 +96,6 @@ def _waiting(tiers: Tiers, block_nbytes: int) -> Iterator[Sample]:
     yield Sample("gauge", "tier_queue_bytes", doc, spiller.num_copying * block_nbytes, {"queue": "device_to_host"})
     yield Sample("gauge", "tier_queue_bytes", doc, writes, {"queue": "host_to_disk"})
     yield Sample("gauge", "tier_queue_bytes", doc, loads, {"queue": "disk_to_host"})
-    down = tiers.disk is not None and tiers.disk.fault is not None
-    yield Sample("gauge", "tier_healthy", "1 while the disk tier works.", 0.0 if down else 1.0, {"tier": "disk"})
+    down = tiers.disk is not None and (tiers.disk.fault is not None or tiers.disk.refusal is not None)
+    doc = "1 while the disk tier works and takes blocks."
+    yield Sample("gauge", "tier_healthy", doc, 0.0 if down else 1.0, {"tier": "disk"})

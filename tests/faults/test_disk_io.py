@@ -136,6 +136,33 @@ def test_a_full_disk_evicts_and_retries_once_then_drops_the_suffix(store, medium
     assert set(store.put(chain("b", 5))) == {StoreOutcome.STORED}
 
 
+def test_a_store_that_fails_to_take_blocks_says_so_until_it_takes_some(store, medium):
+    assert store.refusal is None
+    medium.fail("put", OSError(errno.ENOSPC, "No space left on device"))
+    assert set(store.put(chain("b", 5))) == {StoreOutcome.NO_ROOM}
+    first = store.refusal
+    assert "no space" in first.reason
+    assert first.num_blocks == 5
+    # What is written to find out whether the fault has gone is small, and succeeds: blocks are still refused.
+    medium.fail("put", OSError(errno.ENOSPC, "No space left on device"), after=2)
+    store.maintain(idle=False)
+    assert (store.fault, store.refusal) == (None, first)
+    medium.heal()
+    medium.fail("commit", OSError(errno.EIO, "Input/output error"))
+    store.put(chain("c", 3))
+    assert (store.refusal.num_blocks, store.refusal.since_us) == (8, first.since_us)
+    assert "Input/output error" in store.refusal.reason
+    medium.heal()
+    store.maintain(idle=False)
+    assert (store.fault, store.refusal.num_blocks) == (None, 8)
+    assert set(store.put(chain("b", 5))) == {StoreOutcome.STORED}
+    assert store.refusal is None
+    # A block that is there already, or has no parent, tells nothing about the store.
+    medium.fail("put", OSError(errno.ENOSPC, "No space left on device"))
+    assert set(store.put([*chain("b", 5), *chain("d", 3, start=2)])) == {StoreOutcome.PRESENT, StoreOutcome.NO_PARENT}
+    assert store.refusal is None
+
+
 def test_a_map_that_is_full_once_makes_room_and_goes_on(store, medium):
     hits = []
 

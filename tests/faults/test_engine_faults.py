@@ -25,6 +25,7 @@ from tests.storage.faulty import FaultyMedium
 from tieredkv import SamplingParams
 from tieredkv.build import build_core, load_runner
 from tieredkv.config import Config
+from tieredkv.inspection import Fixed, cache_report
 from tieredkv.storage.disk import DiskStore
 from tieredkv.storage.medium import Medium
 from tieredkv.types import EngineRequest, FinishReason
@@ -127,6 +128,7 @@ class Harness:
         self.core.check_integrity()
         self.tiers.host.check_integrity(num_leases=0, num_reservations=0)
         assert self.core.pool.num_free == self.core.pool.num_usable
+        assert self.tiers.disk.refusal is None
         assert self.core.close(10)
         store = DiskStore.open(self.config.tiers.disk_path)
         try:
@@ -254,6 +256,11 @@ def test_a_write_that_goes_wrong(name, saved):
     harness.settle(1)
     harness.run(*prompts, *fresh)
     assert harness.trouble() > 0
+    if name.startswith("ENOSPC"):
+        told = cache_report(harness.core, Fixed("model", 0.0, None)).tiers[-1]
+        assert "no space" in told.refusal
+        assert told.num_refused_blocks > 0
+        assert told.refusing_since_s is not None
     harness.medium.heal()
     harness.recovered()
 

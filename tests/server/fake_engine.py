@@ -72,6 +72,7 @@ class FakeEngine:
         self.full = False
         self.fail_after = None
         self.unhealthy = None
+        self.worries: list[str] = []
         self.draining = False
         self.submitted = []
         self.aborted = []
@@ -171,3 +172,6 @@ class FakeEngine:
 
     def health(self):
         return self.unhealthy
+
+    def warnings(self):
+        return self.worries

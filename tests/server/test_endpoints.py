@@ -63,6 +63,12 @@ def test_detokenize_checks_its_tokens(http, tokens):
     assert response.json()["error"]["param"].startswith("tokens")
 
 
+def test_health_tells_what_does_not_work_while_requests_are_served(http, engine):
+    engine.worries = ["the disk tier does not work"]
+    health = http.get("/health")
+    assert (health.status_code, health.json()) == (200, {"warnings": engine.worries})
+
+
 def test_probes(http):
     health = http.get("/health")
     assert (health.status_code, health.content) == (200, b"")

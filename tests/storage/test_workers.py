@@ -181,6 +181,7 @@ def test_a_dead_thread_fails_its_jobs_shows_and_is_replaced(bench, error):
     while bench.workers.health():
         assert time.monotonic() < give_up_s
         bench.clock.now_s += 2
+        bench.workers.poll()
     assert bench.wait(bench.load(name("a", 1))).outcome is LoadOutcome.LOADED
     assert bench.wait(bench.put(chain("d", 2))).outcomes == [StoreOutcome.STORED] * 2
     assert bench.workers.num_restarts >= 2

@@ -88,11 +88,12 @@ async def detokenize(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """`GET /health`: 200 with an empty body, or 503 with the reason."""
+    """`GET /health`: 200, with an empty body while all is well and `warnings` otherwise, or 503 with the reason."""
     reason = get_service(request).health()
     if reason is not None:
         raise CapacityError(f"Not healthy: {reason}.", status=503, retry_after_s=RETRY_AFTER_DRAIN_S)
-    return Response()
+    warnings = get_service(request).engine.warnings()
+    return JSONResponse({"warnings": warnings}) if warnings else Response()
 
 
 async def version(request: Request) -> Response:
