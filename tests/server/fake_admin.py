@@ -101,7 +101,19 @@ class FakeAdmin:
         tiers = [
             TierReport(Tier.DEVICE, True, 1 << 20, len(blocks) * 64, 100, len(blocks)),
             TierReport(Tier.HOST, True, 1 << 20, 0, 100, 0),
-            TierReport(Tier.DISK, False, fault="turned off"),
+            TierReport(
+                Tier.DISK,
+                True,
+                1 << 40,
+                1 << 39,
+                100_000,
+                50_000,
+                read_nbytes_per_s=3e9,
+                fault="it is slow, " * 9,
+                refusal="no space left on the device",
+                refusing_since_s=1e9,
+                num_refused_blocks=1234,
+            ),
         ]
         gate = GateReport("auto", 1000.0, {Tier.HOST: 16, Tier.DISK: None}, "host pays from 16 tokens")
         return CacheReport(

@@ -75,7 +75,7 @@ def test_every_command_shows_a_table_and_json(run, admin):
         ("block", chain.id): chain.hashes[0].hex(),
         ("lookup", "--tokens", ",".join(map(str, TOKENS))): "32 device",
         ("pins",): pin,
-        ("jobs",): "computed",
+        ("jobs",): "no jobs",
         ("verify",): "all is well",
         ("flush",): "all is saved",
         ("demote",): "demoted",
@@ -90,6 +90,30 @@ def test_every_command_shows_a_table_and_json(run, admin):
         assert told in out, arguments
         if arguments[0] != "unpin":
             assert isinstance(ask(run, *arguments), dict)
+
+
+def test_everything_fits_80_columns_and_ids_stay_whole(run, admin, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    chain = admin.hold(TOKENS, name="the system prompt of an assistant that answers at length " * 3)
+    pin = ask(run, "pin", "--prefix", chain.id, "--name", "a name " * 20, "--ttl", "1h")["id"]
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}')
+    (job,) = ask(run, "warm", tmp_path / "prompts.jsonl", "--name", "j" * 60)["jobs"]
+    for arguments, ids in {
+        ("cache",): (),
+        ("prefixes",): (chain.id,),
+        ("prefix", chain.id): (chain.id, pin, *(block.hex() for block in chain.hashes)),
+        ("block", chain.id): (chain.id,),
+        ("lookup", "--prompt", "x" * 30): (),
+        ("pins",): (pin,),
+        ("jobs",): (job["id"],),
+        ("verify",): (),
+        ("demote",): (),
+    }.items():
+        code, out, _ = run(*arguments)
+        assert code == 0, arguments
+        assert [line for line in out.splitlines() if len(line) > 80] == [], arguments
+        for wanted in ids:
+            assert wanted in out, arguments
 
 
 def test_prompts_from_everywhere(run, admin, tmp_path, monkeypatch):

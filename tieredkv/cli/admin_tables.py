@@ -1,13 +1,16 @@
-"""The reports of the admin API for people: tables on a terminal, from the JSON that the server sent.
+"""The reports of the admin API for people: lists and tables on a terminal, from the JSON that the server sent.
 
-Knows rich and the reports' field names, and no HTTP. Lines are as long as what they say, also on a narrow terminal: an id
-that is broken in two cannot be copied. Invariant: no control character of what the server sent, names and
-words of prompts among it, reaches the terminal.
+Knows rich and the reports' field names, and no HTTP. Everything fits a terminal of 80 columns: what has a long id is a list
+of records, the id first, alone on its line, since an id that is broken in two cannot be copied; other texts go on in
+the next line. Invariant: no control character of what the server sent, names and words of prompts among it, reaches the
+terminal.
 """
 
 from __future__ import annotations
 
 import datetime
+import shutil
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,11 +23,12 @@ from tieredkv.config import format_size
 Report = Mapping[str, Any]
 _NOTHING = "-"
 _SHORT_HASH = 16
+_INDENT = "  "
 _WIDTH = 1000
 
 
 def make_console() -> Console:
-    """Where the tables go: wide enough that none is squeezed."""
+    """Where everything goes; too wide for rich to break a line, because that is done here."""
     return Console(width=_WIDTH, soft_wrap=True)
 
 
@@ -45,72 +49,63 @@ def show_cache(console: Console, report: Report) -> None:
         unsaved=f"{report['num_unsaved_blocks']:,} blocks",
         gate=f"{report['gate']['policy']}: {report['gate']['verdict']}",
     )
+    print()
+    tiers = [tier for tier in report["tiers"] if tier["enabled"]]
     rows = [
-        (
-            tier["tier"],
-            *(
-                (
-                    f"{format_size(tier['used_nbytes'])} of {format_size(tier['capacity_nbytes'])}",
-                    f"{tier['num_blocks']:,}",
-                    f"{tier['num_pinned_blocks']:,}",
-                    f"{tier['num_retained_blocks']:,}",
-                    f"{tier['hit_tokens']:,}",
-                    f"{tier['num_spilled_blocks']:,}",
-                    f"{tier['num_restored_blocks']:,}",
-                    f"{tier['num_evictions']:,}",
-                    _rate(tier["read_nbytes_per_s"]),
-                    _rate(tier["write_nbytes_per_s"]),
-                    tier["fault"] or "",
-                )
-                if tier["enabled"]
-                else ("off", *[""] * 9, tier["fault"] or "")
-            ),
-        )
-        for tier in report["tiers"]
-    ]
-    _table(
-        console,
-        (
-            "tier",
-            "used",
-            ">blocks",
-            ">pinned",
-            ">retained",
-            ">hit tokens",
-            ">in",
-            ">out",
-            ">evicted",
-            ">read",
-            ">write",
-            "",
+        ("used", *(format_size(tier["used_nbytes"]) for tier in tiers)),
+        ("of", *(format_size(tier["capacity_nbytes"]) for tier in tiers)),
+        *(
+            (label, *(f"{tier[f'num_{key}']:,}" for tier in tiers))
+            for label, key in (
+                ("blocks", "blocks"),
+                ("pinned", "pinned_blocks"),
+                ("retained", "retained_blocks"),
+                ("came down", "spilled_blocks"),
+                ("went up", "restored_blocks"),
+                ("evicted", "evictions"),
+                ("dropped", "dropped_blocks"),
+                ("corrupt", "corrupt_blocks"),
+            )
         ),
-        rows,
-    )
+        ("hit tokens", *(f"{tier['hit_tokens']:,}" for tier in tiers)),
+        ("read at", *(_rate(tier["read_nbytes_per_s"]) for tier in tiers)),
+        ("written at", *(_rate(tier["write_nbytes_per_s"]) for tier in tiers)),
+    ]
+    _table(console, ("", *(f">{tier['tier']}" for tier in tiers)), rows)
+    for tier in report["tiers"]:
+        if not tier["enabled"]:
+            _paragraph(console, f"{tier['tier']}: off")
+        if tier["fault"]:
+            _paragraph(console, f"{tier['tier']}: {tier['fault']}")
+        if tier["refusal"]:
+            since, count = _time(tier["refusing_since_s"]), tier["num_refused_blocks"]
+            _paragraph(
+                console, f"{tier['tier']}: takes no blocks since {since}, {count:,} were refused: {tier['refusal']}"
+            )
     if report["jobs"]:
+        print()
         show_jobs(console, report["jobs"])
 
 
 def show_prefixes(console: Console, page: Report) -> None:
     """`GET /admin/cache/prefixes`."""
-    rows = [
-        (
+    for prefix in page["prefixes"]:
+        _record(
+            console,
             prefix["id"],
             prefix["tenant"],
-            prefix["name"] or "",
-            f"{prefix['num_tokens']:,}",
-            f"{prefix['num_blocks']:,}",
+            prefix["name"],
+            f"{prefix['num_tokens']:,} tokens",
+            f"{prefix['num_blocks']:,} blocks",
             _places(prefix["blocks_by_tier"]),
             format_size(prefix["nbytes"]),
-            f"{prefix['num_hits']:,}",
-            _ago(prefix["last_use_s"]),
+            f"{prefix['num_hits']:,} hits",
+            f"used {_ago(prefix['last_use_s'])}",
             "pinned" if prefix["pins"] else "",
-            _words(prefix),
+            text=_words(prefix),
         )
-        for prefix in page["prefixes"]
-    ]
-    heads = ("id", "tenant", "name", ">tokens", ">blocks", "where", ">size", ">hits", ">last use", "", "text")
-    _table(console, heads, rows)
-    print(f"{len(rows):,} of {page['num_total']:,} branches")
+    total = "" if page["num_total"] is None else f" of {page['num_total']:,}"
+    print(f"{len(page['prefixes']):,}{total} branches")
     if page["next_cursor"] is not None:
         print(f"more: --cursor {page['next_cursor']}")
 
@@ -130,19 +125,18 @@ def show_prefix(console: Console, detail: Report) -> None:
         hits=f"{prefix['num_hits']:,}, the last {_ago(prefix['last_use_s'])}",
         text=_words(prefix) or _NOTHING,
     )
-    rows = [
-        (
+    print("\nblocks:")
+    for block in detail["blocks"]:
+        _record(
+            console,
             block["hash"],
-            f"{block['depth']:,}",
+            f"depth {block['depth']:,}",
             _places(block["tiers"]),
-            f"{block['ref_count']:,}",
-            f"{block['num_pins']:,}",
-            f"{block['num_hits']:,}",
-            _ago(block["last_use_s"]),
+            f"{block['ref_count']:,} in use",
+            f"{block['num_pins']:,} pins",
+            f"{block['num_hits']:,} hits",
+            f"used {_ago(block['last_use_s'])}",
         )
-        for block in detail["blocks"]
-    ]
-    _table(console, ("block", ">depth", "where", ">in use", ">pins", ">hits", ">last use"), rows)
 
 
 def show_block(console: Console, block: Report) -> None:
@@ -180,59 +174,57 @@ def show_lookup(console: Console, report: Report) -> None:
 
 def show_pins(console: Console, pins: Sequence[Report]) -> None:
     """`GET /admin/pins`."""
-    rows = [
-        (
+    for pin in pins:
+        _record(
+            console,
             pin["id"],
-            pin["name"] or "",
             pin["tenant"],
+            pin["name"],
             pin["tier"],
             pin["outcome"],
-            f"{pin['num_pinned_tokens']:,} of {pin['num_tokens']:,}",
-            f"{pin['num_present']:,}",
-            f"{pin['num_loading']:,}",
-            f"{pin['num_missing']:,}",
-            _time(pin["expires_s"]),
-            pin["job"] or "",
+            f"{pin['num_pinned_tokens']:,} of {pin['num_tokens']:,} tokens",
+            f"blocks: {pin['num_present']:,} present, {pin['num_loading']:,} loading, {pin['num_missing']:,} missing",
+            f"until {_time(pin['expires_s'])}" if pin["expires_s"] is not None else "",
+            f"job {pin['job']}" if pin["job"] else "",
         )
-        for pin in pins
-    ]
-    heads = ("id", "name", "tenant", "tier", "outcome", ">tokens", ">present", ">loading", ">missing", "until", "job")
-    _table(console, heads, rows)
+    if not pins:
+        print("no pins")
 
 
 def show_jobs(console: Console, jobs: Sequence[Report]) -> None:
     """`GET /admin/jobs`."""
-    rows = [
-        (
+    for job in jobs:
+        _record(
+            console,
             job["id"],
             job["kind"],
-            job["name"] or "",
+            job["name"],
             job["state"],
-            f"{job['num_prompts_done']:,} of {job['num_prompts']:,}",
-            f"{job['num_tokens_done']:,} of {job['num_tokens']:,}",
-            f"{job['num_tokens_computed']:,}",
-            job["error"] or "",
+            f"{job['num_prompts_done']:,} of {job['num_prompts']:,} prompts",
+            f"{job['num_tokens_done']:,} of {job['num_tokens']:,} tokens",
+            f"{job['num_tokens_computed']:,} computed",
+            text=job["error"] or "",
         )
-        for job in jobs
-    ]
-    _table(console, ("id", "kind", "name", "state", ">prompts", ">tokens", ">computed", "error"), rows)
+    if not jobs:
+        print("no jobs")
 
 
 def show_removal(console: Console, report: Report, done: str) -> None:
     """What `demote` or `clear` did; `done` is the word for it."""
     rows = [
-        (tier["tier"], f"{tier['removed']:,}", f"{tier['in_use']:,}", f"{tier['pinned']:,}", tier["error"] or "")
-        for tier in report["tiers"]
+        (tier["tier"], f"{tier['removed']:,}", f"{tier['in_use']:,}", f"{tier['pinned']:,}") for tier in report["tiers"]
     ]
-    _table(console, ("tier", f">{done}", ">in use, stayed", ">pinned, stayed", ""), rows)
+    _table(console, ("tier", f">{done}", ">in use, stayed", ">pinned, stayed"), rows)
+    for tier in report["tiers"]:
+        if tier["error"]:
+            _paragraph(console, f"{tier['tier']}: {tier['error']}")
 
 
 def show_verification(console: Console, report: Report) -> None:
     """`POST /admin/cache/verify`."""
     print(f"{report['num_checked']:,} blocks checked: {'all is well' if report['ok'] else 'something is wrong'}")
-    rows = [(each["tier"], each["text"], "repaired" if each["repaired"] else "") for each in report["findings"]]
-    if rows:
-        _table(console, ("tier", "finding", ""), rows)
+    for each in report["findings"]:
+        _paragraph(console, f"{each['tier']}: {each['text']}{' (repaired)' if each['repaired'] else ''}")
 
 
 def show_event(console: Console, name: str, data: Report) -> None:
@@ -260,7 +252,40 @@ def _text(content: str) -> Text:
 def _facts(console: Console, **facts: str) -> None:
     width = max(len(name) for name in facts) + 2
     for name, value in facts.items():
-        console.print(_text(f"{name.replace('_', ' '):<{width}}{value}"), soft_wrap=True)
+        _paragraph(console, f"{name.replace('_', ' '):<{width}}{value}", indent=" " * width)
+
+
+def _record(console: Console, key: str, *facts: str | None, text: str = "") -> None:
+    """An entry of a list: its id, then its facts, as many in a line as fit, then a text."""
+    console.print(_text(key))
+    lines: list[str] = []
+    for fact in filter(None, facts):
+        if lines and len(lines[-1]) + 2 * len(_INDENT) + len(fact) <= _columns():
+            lines[-1] += _INDENT + fact
+        else:
+            lines.append(fact)
+    for line in filter(None, (*lines, text)):
+        _paragraph(console, _INDENT + line, indent=2 * _INDENT)
+
+
+def _paragraph(console: Console, content: str, indent: str = _INDENT) -> None:
+    """A text of any length, broken between words."""
+    lines = textwrap.wrap(
+        _text(content).plain,
+        _columns(),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+        drop_whitespace=True,
+    )
+    for line in lines:
+        console.print(Text(line))
+
+
+def _columns() -> int:
+    """The terminal's width, 80 where there is none."""
+    return shutil.get_terminal_size().columns
 
 
 def _table(console: Console, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
