@@ -72,6 +72,7 @@ class FakeAdmin:
         self.in_use = 0
         self.refuse_pins = False
         self.fault: str | None = None
+        self.refusal: str | None = None
         self.is_idle = False
         self.failure: Exception | None = None
 
@@ -112,6 +113,9 @@ class FakeAdmin:
                 read_nbytes_per_s=5e9,
                 write_nbytes_per_s=4e9,
                 fault=self.fault,
+                refusal=self.refusal,
+                refusing_since_s=None if self.refusal is None else time.time() - 60,
+                num_refused_blocks=0 if self.refusal is None else 1234,
             ),
             self._tier(
                 Tier.DISK,

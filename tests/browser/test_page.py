@@ -183,6 +183,15 @@ def test_a_branch_without_its_parent_can_fetch_it(opened: Page, fake):
     expect(opened.get_by_role("button", name="root 1", exact=True)).to_be_focused()
 
 
+def test_a_tier_that_refuses_blocks_says_so_until_it_takes_some(page: Page, fake):
+    fake.admin.refusal = "no space left on the device"
+    open_page(page, fake)
+    expect(page.locator("#tiers")).to_contain_text("1,234 blocks refused, the first")
+    expect(page.locator("#tiers")).to_contain_text("no space left on the device")
+    fake.admin.refusal = None
+    expect(page.locator("#tiers")).not_to_contain_text("refused")
+
+
 def test_names_and_texts_are_never_markup(page: Page, fake):
     fake.admin.branches.append(branch(1, name=HOSTILE, first_words=HOSTILE, last_words=HOSTILE, tenant=HOSTILE))
     fake.admin.add_job(name=HOSTILE, error=HOSTILE, state="failed")

@@ -1,7 +1,7 @@
 // The top of the page: one card a tier, and the line of figures above them.
 
 import { byId, element, fact, fill, setText } from "./dom.js";
-import { byteRate, bytes, compact, count, counted, duration, percent, shortHash } from "./format.js";
+import { ago, byteRate, bytes, compact, count, counted, duration, percent, shortHash } from "./format.js";
 
 const NAMES = { device: "Device", host: "Host", disk: "Disk" };
 
@@ -48,8 +48,13 @@ class TierCard {
 
   update(tier) {
     this.node.classList.toggle("off", !tier.enabled);
-    setText(this._fault, tier.fault ?? "");
-    this._fault.hidden = !tier.fault;
+    const problems = [tier.fault];
+    if (tier.refusal) {
+      const refused = counted(tier.num_refused_blocks, "block");
+      problems.push(`${refused} refused, the first ${ago(tier.refusing_since_s)}: ${tier.refusal}`);
+    }
+    setText(this._fault, problems.filter(Boolean).join("; "));
+    this._fault.hidden = !this._fault.textContent;
     this._list.hidden = this._meter.hidden = !tier.enabled;
     if (!tier.enabled) {
       setText(this._share, "off");
