@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tieredkv.errors import StorageError
-from tieredkv.storage.slots import Lease
 from tieredkv.storage.tier import BlockRecord, LoadOutcome, StoreOutcome
 
 MAX_JOBS = 8192
@@ -31,9 +30,7 @@ class Job:
     submitted_s: float = 0.0
     started_s: float = 0.0
     finished_s: float = 0.0
-    cancelled: bool = False
     answered: bool = False
-    overdue: bool = False
     error: str | None = None
 
     @property
@@ -45,10 +42,6 @@ class Job:
     def run_s(self) -> float:
         """Time from being taken up to being answered."""
         return self.finished_s - self.started_s
-
-    def cancel(self) -> None:
-        """The answer is not wanted any more. A job that runs is not stopped; one that waits is answered as failed."""
-        self.cancelled = True
 
     def fail(self, reason: str) -> None:
         """Fill in the answer of a job that was not run, or not to its end."""
@@ -86,10 +79,9 @@ class LookupJob(Job):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StoreJob(Job):
-    """Store blocks, parents first. `leases` keep their bytes; `StorageWorkers.poll` releases them with the answer."""
+    """Store blocks, parents first. Until the job is answered, their bytes do not change."""
 
     records: Sequence[BlockRecord]
-    leases: Sequence[Lease] = ()
     outcomes: list[StoreOutcome] = field(default_factory=list)
 
     @property

@@ -6,9 +6,8 @@ Knows jobs and a `DiskStore`; knows no blocks on a device and no requests. Every
                   --submit--> writes --> writer thread  --+--> results --poll--> engine thread
                   --ask-----> asks   --> inspectors    --> futures
 
-Invariants: submitting never waits; a job is answered exactly once, also if its thread dies or the workers close; its
-leases are released by `poll`, in the engine thread, and not before it was answered; a dead thread shows in `health`
-until another one has taken its place.
+Invariants: submitting never waits; a job is answered exactly once, also if its thread dies or the workers close, and what it
+points at is not touched afterwards; a dead thread shows in `health` until another one has taken its place.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from typing import Any
 
 from tieredkv.storage.disk import DiskStore
 from tieredkv.storage.jobs import AskJob, CallJob, Job, JobQueue, LoadJob, LookupJob, StoreJob, merge_records
-from tieredkv.storage.slots import Lease
 from tieredkv.storage.tier import BlockRecord
 
 logger = logging.getLogger(__name__)
@@ -126,20 +124,14 @@ class StorageWorkers:
         job = LookupJob(hashes=hashes, tag=tag)
         return job if self._submit(self._loads, job, timeout_s) else None
 
-    def put(self, records: Sequence[BlockRecord], leases: Sequence[Lease], *, tag: Any = None) -> StoreJob | None:
-        """Write blocks; `leases` are handed over and released with the answer. None if the queue is full, and then the
-        leases stay the caller's: drop the suffix.
-        """
-        job = StoreJob(records=records, leases=leases, tag=tag)
+    def put(self, records: Sequence[BlockRecord], *, tag: Any = None) -> StoreJob | None:
+        """Write blocks, whose bytes must not change until the answer; None if the queue is full: drop the suffix."""
+        job = StoreJob(records=records, tag=tag)
         return job if self._submit(self._writes, job, float("inf")) else None
 
     def touch(self, hashes: Sequence[bytes]) -> bool:
         """Note uses on disk, when the writer gets round to it."""
         return self.call(lambda: self.store.touch(hashes)) is not None
-
-    def remove(self, hashes: Sequence[bytes]) -> bool:
-        """Delete blocks from the disk with all behind them."""
-        return self.call(lambda: self.store.remove(hashes)) is not None
 
     def call(self, function: Callable[[], Any], *, tag: Any = None) -> CallJob | None:
         """Run something else on the store in the writer thread, in order with the stores."""
@@ -168,25 +160,12 @@ class StorageWorkers:
         return True
 
     def poll(self) -> list[Job]:
-        """The jobs answered since the last call, their leases released. Also sees to dead threads."""
+        """The jobs answered since the last call. Also sees to dead threads."""
         self._supervise()
         done = []
         while self._results:
-            job = self._results.popleft()
-            if isinstance(job, StoreJob):
-                for lease in job.leases:
-                    lease.release()
-            done.append(job)
+            done.append(self._results.popleft())
         return done
-
-    def overdue(self) -> list[Job]:
-        """Jobs whose deadline has passed without an answer, each reported once. They still own what they point at."""
-        now_s = self._clock()
-        with self._answered:
-            late = [job for job in self._open if job.deadline_s <= now_s and not job.overdue]
-        for job in late:
-            job.overdue = True
-        return late
 
     @property
     def num_open(self) -> int:
@@ -311,8 +290,8 @@ class StorageWorkers:
             outcomes = iter(self.store.put(merge_records(stores), protect=self.protect))
             for store in stores:
                 store.outcomes = [next(outcomes) for _ in store.records]
-        elif job.cancelled or job.deadline_s <= self._clock():
-            job.fail("cancelled" if job.cancelled else "its deadline passed before it was taken up")
+        elif job.deadline_s <= self._clock():
+            job.fail("its deadline passed before it was taken up")
         elif isinstance(job, LoadJob):
             job.outcome = self.store.load(job.hash, job.namespace, job.target, token_ids=job.token_ids)
         elif isinstance(job, LookupJob):

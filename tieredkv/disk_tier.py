@@ -128,7 +128,7 @@ class ThreadedDisk:
             for rank in (self.rank(info.hash),)
         ]
         self._flush_labels()
-        return self._workers.put(records, ()) is not None
+        return self._workers.put(records) is not None
 
     def touch(self, block_hash: bytes) -> None:
         self._touched.append(block_hash)

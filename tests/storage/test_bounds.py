@@ -42,7 +42,7 @@ def test_a_burst_of_ten_times_the_capacity_never_exceeds_it(tmp_path):
     outcomes = set()
     while written < 10 * capacity:
         records = chain(number, 8)
-        if workers.put(records, ()) is None:
+        if workers.put(records) is None:
             answered.wait(10)
             answered.clear()
         else:

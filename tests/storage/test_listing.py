@@ -318,7 +318,7 @@ def test_questions_that_nobody_answered_fail_when_the_workers_close(store):
 
 def test_a_change_comes_after_what_was_queued_before_it(store):
     workers = StorageWorkers(store, start=False)
-    workers.put(chain("a", 3), ())
+    workers.put(chain("a", 3))
     cleared = workers.change(lambda: store.clear())
     while workers.run_writes():
         pass

@@ -10,7 +10,6 @@ import pytest
 from tests.storage.chains import BLOCK_NBYTES, NAMESPACE, assert_sound, chain, hashes, name, payload_of
 from tests.storage.faulty import FaultyMedium
 from tieredkv.storage.disk import DiskStore
-from tieredkv.storage.host import HostArena
 from tieredkv.storage.jobs import JobQueue, StoreJob
 from tieredkv.storage.tier import LoadOutcome, StoreOutcome
 from tieredkv.storage.workers import StorageWorkers
@@ -25,22 +24,13 @@ class Bench:
     def __init__(self, folder, **more) -> None:
         self.medium = FaultyMedium()
         self.store = DiskStore.open(folder, CAPACITY, medium=self.medium)
-        self.arena = HostArena(BLOCK_NBYTES, 64 * BLOCK_NBYTES * 2, clock_us=lambda: 0)
         self.woken = threading.Event()
         self.clock = FakeClock()
         self.workers = StorageWorkers(self.store, on_result=self.woken.set, clock=self.clock, **more)
         self.done: list = []
 
-    def leases(self, records) -> list:
-        leases = []
-        for record in records:
-            reservation = self.arena.begin(record.hash, record.parent, record.depth)
-            reservation.view[:] = record.payload
-            leases.append(reservation.commit())
-        return leases
-
-    def put(self, records, leases=None):
-        return self.workers.put(records, self.leases(records) if leases is None else leases)
+    def put(self, records):
+        return self.workers.put(records)
 
     def load(self, block_hash, **more):
         target = memoryview(bytearray(BLOCK_NBYTES))
@@ -62,8 +52,6 @@ class Bench:
         self.medium.heal()
         assert self.workers.close(LIMIT_S)
         self.workers.poll()
-        self.arena.check_integrity(num_leases=0, num_reservations=0)
-        self.arena.close()
 
 
 class FakeClock:
@@ -94,10 +82,10 @@ def test_blocks_go_down_and_come_up(bench):
     assert bench.workers.health() == []
 
 
-def test_touch_remove_and_calls_keep_their_place_behind_the_stores(bench):
+def test_touches_and_calls_keep_their_place_behind_the_stores(bench):
     bench.put(chain("a", 3))
     assert bench.workers.touch([name("a", 2)])
-    assert bench.workers.remove([name("a", 1)])
+    assert bench.workers.call(lambda: bench.store.remove([name("a", 1)])) is not None
     usage = bench.wait(bench.workers.call(lambda: bench.store.usage().num_blocks))
     assert usage.result == 1
 
@@ -107,13 +95,10 @@ def test_a_slow_disk_blocks_no_submit_and_the_bound_refuses(tmp_path):
     gate = bench.medium.block("commit")
     records = chain("a", 8)
     jobs = [bench.put([r]) for r in records[:4]]
-    refused = bench.leases(records[4:5])
-    assert bench.put(records[4:5], refused) is None
-    assert [lease.release() for lease in refused] == [None]
+    assert bench.put(records[4:5]) is None
     assert bench.workers.depths.write_nbytes == 4 * BLOCK_NBYTES
-    # Reading goes on, and the leases of what is being written are held.
+    # Reading goes on.
     assert bench.wait(bench.load(name("a", 0))).outcome is LoadOutcome.MISSING
-    bench.arena.check_integrity(num_leases=4)
     bench.clock.now_s += 60
     assert "busy" in bench.workers.health()[0]
     gate.set()
@@ -123,16 +108,12 @@ def test_a_slow_disk_blocks_no_submit_and_the_bound_refuses(tmp_path):
     bench.close()
 
 
-def test_a_slow_read_is_overdue_once_and_keeps_its_slot_until_it_ends(bench):
+def test_a_read_that_ends_after_its_deadline_is_answered_all_the_same(bench):
     bench.wait(bench.put(chain("a", 2)))
     gate = bench.medium.block("read")
     job = bench.load(name("a", 0), timeout_s=5)
     assert gate.entered.wait(LIMIT_S)
-    bench.clock.now_s += 4
-    assert bench.workers.overdue() == []
-    bench.clock.now_s += 2
-    assert bench.workers.overdue() == [job]
-    assert bench.workers.overdue() == []
+    bench.clock.now_s += 6
     assert not job.answered
     gate.set()
     bench.wait(job)
@@ -140,18 +121,17 @@ def test_a_slow_read_is_overdue_once_and_keeps_its_slot_until_it_ends(bench):
     assert job.target == payload_of(name("a", 0))
 
 
-def test_what_waits_beyond_its_deadline_or_is_cancelled_is_not_begun(tmp_path):
+def test_what_waits_beyond_its_deadline_is_not_begun(tmp_path):
     bench = Bench(tmp_path, num_loaders=1)
     bench.wait(bench.put(chain("a", 3)))
     gate = bench.medium.block("read")
-    first, late, unwanted = (bench.load(h, timeout_s=5) for h in hashes("a", 3))
+    first, late = (bench.load(h, timeout_s=5) for h in hashes("a", 2))
     assert gate.entered.wait(LIMIT_S)
     bench.clock.now_s += 6
-    unwanted.cancel()
     gate.set()
-    bench.wait(first, late, unwanted)
-    assert (late.outcome, unwanted.outcome) == (LoadOutcome.FAILED, LoadOutcome.FAILED)
-    assert late.error != unwanted.error
+    bench.wait(first, late)
+    assert late.outcome is LoadOutcome.FAILED
+    assert "deadline" in late.error
     assert bench.medium.hits["read"] == 1
     bench.close()
 
@@ -185,7 +165,6 @@ def test_a_dead_thread_fails_its_jobs_shows_and_is_replaced(bench, error):
     assert bench.wait(bench.load(name("a", 1))).outcome is LoadOutcome.LOADED
     assert bench.wait(bench.put(chain("d", 2))).outcomes == [StoreOutcome.STORED] * 2
     assert bench.workers.num_restarts >= 2
-    bench.arena.check_integrity(num_leases=0)
 
 
 def test_an_answer_nobody_listens_to_is_not_lost(tmp_path):
@@ -209,7 +188,7 @@ def test_closing_drains_syncs_and_answers_everything(tmp_path):
     answered = bench.workers.poll()
     assert set(jobs) <= set(answered)
     assert {o for j in jobs for o in j.outcomes} == {StoreOutcome.STORED}
-    assert bench.put([], []) is None
+    assert bench.put([]) is None
     store = DiskStore.open(tmp_path, CAPACITY)
     assert store.usage().num_blocks == 20
     assert_sound(store)
@@ -228,10 +207,8 @@ def test_closing_does_not_wait_for_a_stuck_disk(tmp_path):
     bench.done += bench.workers.poll()
     assert waiting.outcomes == [StoreOutcome.FAILED]
     assert not stuck.answered
-    bench.arena.check_integrity(num_leases=1)
     gate.set()
     bench.wait(stuck)
-    bench.arena.check_integrity(num_leases=0)
     bench.store.close()
 
 
