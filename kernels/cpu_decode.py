@@ -1,11 +1,16 @@
 """Attention of single queries over the block pool in place: no block is copied before it is read.
 
-One item of work is one sequence, one key head and some of the query heads that share it. Contexts are read 16 tokens at
-a time, which lie in one block:
+Contexts are cut into as many pieces as there are threads. One item of work is one piece of one sequence, for all heads, so
+that memory is read in its order and threads have equal shares, whatever the lengths:
 
-    scores [16]   16 dot products, their lanes summed in a tree of shuffles that leaves one score in each lane
-    softmax       with a running maximum and sum, as in Milakov and Gimelshein, "Online normalizer calculation", 2018
-    values        rows of two tokens interleaved, so that one bfloat16 dot product adds both
+    for each 32 tokens of the piece, for each key head, for some of the query heads that share it:
+        scores [32]   dot products, the lanes of 16 of them summed in a tree of shuffles that leaves one score in each lane
+        softmax       with a running maximum and sum, as in Milakov and Gimelshein, "Online normalizer calculation", 2018
+        values        rows of two tokens interleaved, so that one bfloat16 dot product adds both
+    all threads meet; pieces of a row are weighed against each other and added
+
+A row's state, float32: [head_dim sums, greatest score, sum of weights, ...]. The sums lie in the order that interleaving
+within 128 bits leaves; `merge` restores it.
 
 Knows nothing of requests. Invariants: only blocks that hold a part of the context (or of its window) are read; slots of
 its last block past the context have weight zero and must hold finite numbers. Weights are rounded to bfloat16, sums are
@@ -17,6 +22,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +33,16 @@ from tieredkv.kernels.cpu_jit import LANES, Emitter, Value, floats, i64
 
 logger = logging.getLogger(__name__)
 
-# Registers that hold the weighted sums of values.
-_MOST_SUMS = 16
+# Registers for queries and for the partial sums of their scores; the rest is for keys.
+_MOST_REGISTERS = 28
 _MOST_HEAD_DIM = 256
+# Tokens between two looks at the maximum: keys and values of three key heads of 64 stay in the first-level cache.
+_TOKENS = 32
+# Tokens ahead of the products for which memory is asked.
+_AHEAD = 64
+# Threads up to which every sequence is cut; with more of them many sequences are shared out whole.
+_MOST_PIECES = 4
+_LOWEST = -3e38
 
 
 @functools.cache
@@ -61,7 +74,10 @@ def paged_decode(
     _, num_layers, _, block_size, kv_heads, _ = blocks.shape
     if q.stride(2) != 1 or q.stride(1) != dim:
         q = q.contiguous()
+    num_threads = torch.get_num_threads()
+    pieces = num_threads if num_threads <= _MOST_PIECES or batch < _MOST_PIECES * num_threads else 1
     out = torch.empty((batch, heads, dim), dtype=q.dtype)
+    states = torch.empty((pieces, batch, heads, dim + LANES), dtype=torch.float32)
     half_nbytes = block_size * kv_heads * dim * 2
     _kernel(dim, heads // kv_heads, block_size)(
         q.data_ptr(),
@@ -76,6 +92,8 @@ def paged_decode(
         batch,
         kv_heads,
         window,
+        pieces,
+        states.data_ptr(),
         scale,
     )
     return out
@@ -84,89 +102,246 @@ def paged_decode(
 @functools.cache
 def _kernel(dim: int, group: int, block_size: int) -> Callable[..., None]:
     """The kernel for heads of `dim` numbers, `group` query heads to a key head, and blocks of `block_size` tokens."""
-    # Query heads of one item: as many as divide the group and have their sums in registers.
-    width = max(
-        n for n in range(1, group + 1) if group % n == 0 and n * (dim // LANES) <= max(_MOST_SUMS, dim // LANES)
-    )
 
     def write(e: Emitter, arguments: list[Value], thread: Value, team: Value) -> None:
-        kv_heads, batch = arguments[10], arguments[9]
-        low, high = e.share(e.mul(batch, kv_heads, i64(group // width)), thread, team)
-        weights = e.stack(width)
-        e.loop(low, high, 1, lambda item, _: _write_item(e, arguments, item, weights, dim, group, width, block_size))
+        _Decode(e, dim, group, block_size, arguments).write(thread, team)
 
-    return cpu_jit.compile_kernel("decode", [cpu_jit.I64] * 12 + [cpu_jit.F64], write)
+    return cpu_jit.compile_kernel("decode", [cpu_jit.I64] * 14 + [cpu_jit.F64], write)
 
 
-def _write_item(
-    e: Emitter, arguments: list[Value], item: Value, weights: Value, dim: int, group: int, width: int, block_size: int
-) -> None:
+class _Decode:
+    """The body being written, and the values that all of it shares."""
+
+    def __init__(self, e: Emitter, dim: int, group: int, block_size: int, arguments: list[Value]) -> None:
+        self.e, self.dim, self.group, self.block_size = e, dim, group, block_size
+        # Query heads that meet a key together: as many as divide the group and fit.
+        per_head = dim // (2 * LANES) + 5
+        self.width = max(
+            n for n in range(1, group + 1) if group % n == 0 and n * per_head <= max(_MOST_REGISTERS, per_head)
+        )
+        self.head_nbytes, self.state_nbytes = 2 * dim, 4 * (dim + LANES)
+        (q, self.q_stride, layer, self.block_nbytes, self.half_nbytes, tables, self.table_len, lens, out) = arguments[
+            :9
+        ]
+        self.batch, self.kv_heads, self.window, self.pieces, states, scale = arguments[9:]
+        addresses = (q, layer, tables, lens, out, states)
+        self.q, self.layer, self.tables, self.lens, self.out, self.states = (
+            e.b.inttoptr(address, cpu_jit.PTR) for address in addresses
+        )
+        self.scale = e.splat(e.b.fptrunc(scale, cpu_jit.F32), cpu_jit.FLOATS)
+        self.heads = e.mul(self.kv_heads, i64(group))
+        self.row_nbytes = e.mul(self.kv_heads, i64(self.head_nbytes))
+        self.scores, self.weights = e.stack(self.width * _TOKENS // LANES), e.stack(self.width * _TOKENS // LANES // 2)
+
+    def write(self, thread: Value, team: Value) -> None:
+        e, b = self.e, self.e.b
+        count = e.mul(self.batch, self.pieces)
+        low, high = e.share(count, thread, team)
+        e.loop(low, high, 1, lambda item, _: self._write_item(item, e.least(e.add(item, i64(1)), b.sub(high, i64(1)))))
+        e.call("GOMP_barrier", cpu_jit.VOID)
+        stride = e.mul(self.batch, self.heads, i64(self.state_nbytes))
+
+        def finish(row: Value, _: Any) -> None:
+            state = e.at(self.states, e.mul(row, i64(self.state_nbytes)))
+            merge(e, state, self.pieces, stride, e.at(self.out, e.mul(row, i64(self.head_nbytes))), self.dim, True)
+
+        e.loop(*e.share(e.mul(self.batch, self.heads), thread, team), 1, finish)
+
+    def _piece(self, item: Value) -> tuple[Value, Value, Value, Value, Value, Value]:
+        """An item's sequence and piece; its first token, a multiple of 16, and its end; the first token that is seen, and the
+        length of the context."""
+        e, b = self.e, self.e.b
+        sequence = b.srem(item, self.batch)
+        # Pieces change threads from sequence to sequence: some are longer by 16 tokens.
+        piece = b.srem(e.add(b.sdiv(item, self.batch), sequence), self.pieces)
+        length = b.sext(e.load(cpu_jit.I32, e.at(self.lens, e.mul(sequence, i64(4))), 4), cpu_jit.I64)
+        begin = b.sub(length, self.window)
+        cut = b.and_(b.icmp_signed(">", self.window, i64(0)), b.icmp_signed(">", begin, i64(0)))
+        begin = b.select(cut, begin, i64(0))
+        first = b.sdiv(begin, i64(LANES))
+        chunks = b.sub(b.sdiv(e.add(length, i64(LANES - 1)), i64(LANES)), first)
+        low, high = e.share(chunks, piece, self.pieces)
+        return sequence, piece, *(e.mul(e.add(first, at), i64(LANES)) for at in (low, high)), begin, length
+
+    def _keys_at(self, sequence: Value, token: Value) -> Value:
+        """Where the keys of `token`, the first of 16, lie in the pool."""
+        e, b = self.e, self.e.b
+        number = e.add(e.mul(sequence, self.table_len), b.sdiv(token, i64(self.block_size)))
+        block = b.sext(e.load(cpu_jit.I32, e.at(self.tables, e.mul(number, i64(4))), 4), cpu_jit.I64)
+        offset = e.mul(b.srem(token, i64(self.block_size)), self.row_nbytes)
+        return e.at(self.layer, e.add(e.mul(block, self.block_nbytes), offset))
+
+    def _write_item(self, item: Value, following: Value) -> None:
+        """One piece; memory is asked for the beginning of the piece of item `following` as well."""
+        e, b = self.e, self.e.b
+        sequence, piece, low, high, begin, length = self._piece(item)
+        next_sequence, _, next_low, _, _, next_length = self._piece(following)
+        row = e.mul(e.add(e.mul(piece, self.batch), sequence), self.heads)
+        states = e.at(self.states, e.mul(row, i64(self.state_nbytes)))
+        first, last = (e.splat(b.trunc(v, cpu_jit.I32), cpu_jit.INTS) for v in (begin, length))
+
+        def clear(row: Value, _: Any) -> None:
+            state = e.at(states, e.mul(row, i64(self.state_nbytes)))
+            for part in range(0, self.dim, LANES):
+                e.store(floats(0.0), e.at(state, i64(4 * part)), 4)
+            e.store(cpu_jit.constant(cpu_jit.F32, _LOWEST), e.at(state, i64(4 * self.dim)), 4)
+            e.store(cpu_jit.constant(cpu_jit.F32, 0.0), e.at(state, i64(4 * self.dim + 4)), 4)
+
+        def seen(token: Value) -> Value:
+            numbers = cpu_jit.constant(cpu_jit.INTS, list(range(LANES)))
+            at = b.add(e.splat(b.trunc(token, cpu_jit.I32), cpu_jit.INTS), numbers)
+            return b.and_(b.icmp_signed("<", at, last), b.icmp_signed(">=", at, first))
+
+        def ask(token: Value, unit: Value) -> None:
+            """For a unit's share of what comes after `token`, in this piece or the following one."""
+            coming = e.add(token, i64(_AHEAD))
+            beyond = b.icmp_signed(">=", coming, high)
+            later = e.least(e.add(next_low, b.sub(coming, high)), b.and_(b.sub(next_length, i64(1)), i64(-LANES)))
+            place = self._keys_at(b.select(beyond, next_sequence, sequence), b.select(beyond, later, coming))
+            share = 2 * LANES * self.dim * self.width // self.group
+            place = e.at(place, e.mul(unit, i64(share)))
+            for line in range(0, share, 64):
+                e.prefetch(e.at(place, i64(line)), level=2)
+                e.prefetch(e.at(place, e.add(self.half_nbytes, i64(line))), level=2)
+
+        def segment(start: Value, _: Any) -> None:
+            end = e.least(high, e.add(start, i64(_TOKENS)))
+
+            def of_unit(unit: Value, _: Any) -> None:
+                self._write_unit(sequence, start, end, unit, states, seen, ask)
+
+            e.loop(i64(0), e.mul(self.kv_heads, i64(self.group // self.width)), 1, of_unit)
+
+        e.loop(i64(0), self.heads, 1, clear)
+        e.loop(low, high, _TOKENS, segment)
+
+    def _write_unit(
+        self,
+        sequence: Value,
+        start: Value,
+        end: Value,
+        unit: Value,
+        states: Value,
+        seen: Callable[[Value], Value],
+        ask: Callable[[Value, Value], None],
+    ) -> None:
+        """`width` query heads of one key head over up to 32 tokens."""
+        e, b, width, dim = self.e, self.e.b, self.width, self.dim
+        first_head = e.mul(unit, i64(width))
+        kv_offset = e.mul(b.sdiv(unit, i64(self.group // width)), i64(self.head_nbytes))
+        q = e.at(self.q, e.add(e.mul(sequence, self.q_stride), e.mul(first_head, i64(self.head_nbytes))))
+        mine = [e.at(states, e.mul(e.add(first_head, i64(head)), i64(self.state_nbytes))) for head in range(width)]
+        queries = [
+            [e.load(cpu_jit.PAIRS, e.at(q, i64(head * self.head_nbytes + 64 * part))) for part in range(dim // 32)]
+            for head in range(width)
+        ]
+
+        def score(token: Value, greatest: list[Value]) -> list[Value]:
+            ask(token, unit)
+            keys = e.at(self._keys_at(sequence, token), kv_offset)
+            known, new = seen(token), []
+            column = e.mul(b.sub(token, start), i64(4))
+            for head, products in enumerate(_scores(e, keys, self.row_nbytes, queries, 0, LANES)):
+                scores = b.select(known, b.fmul(products, self.scale), floats(_LOWEST))
+                e.store(scores, e.at(self.scores, e.add(column, i64(4 * _TOKENS * head))), 64)
+                new.append(e.greater(greatest[head], scores))
+            return new
+
+        tops, fadings = [], []
+        for greatest, state in zip(e.loop(start, end, LANES, score, [floats(_LOWEST)] * width), mine, strict=True):
+            before = e.load(cpu_jit.F32, e.at(state, i64(4 * dim)), 4)
+            top = e.greater(before, e.largest(greatest))
+            e.store(top, e.at(state, i64(4 * dim)), 4)
+            fadings.append(e.exp(e.splat(b.fsub(before, top), cpu_jit.FLOATS)))
+            tops.append(e.splat(top, cpu_jit.FLOATS))
+
+        def weigh(token: Value, totals: list[Value]) -> list[Value]:
+            at, new = b.sub(token, start), []
+            for head, (top, total) in enumerate(zip(tops, totals, strict=True)):
+                scores = e.load(
+                    cpu_jit.FLOATS, e.at(self.scores, e.add(e.mul(at, i64(4)), i64(4 * _TOKENS * head))), 64
+                )
+                known = b.fcmp_ordered(">", scores, floats(_LOWEST / 2))
+                weight = b.select(known, e.exp(b.fsub(scores, top)), floats(0.0))
+                e.store_halves(weight, e.at(self.weights, e.add(e.mul(at, i64(2)), i64(2 * _TOKENS * head))))
+                new.append(b.fadd(total, weight))
+            return new
+
+        for total, fading, state in zip(
+            e.loop(start, end, LANES, weigh, [floats(0.0)] * width), fadings, mine, strict=True
+        ):
+            place = e.at(state, i64(4 * dim + 4))
+            factor = b.extract_element(fading, cpu_jit.constant(cpu_jit.I32, 0))
+            e.store(b.fadd(b.fmul(e.load(cpu_jit.F32, place, 4), factor), e.sum(total)), place, 4)
+        # Numbers of a head whose sums, for all heads of the unit, are in registers at a time.
+        stretch = max(
+            n
+            for n in range(2 * LANES, dim + 1, 2 * LANES)
+            if dim % n == 0 and (n * width <= 16 * LANES or n == 2 * LANES)
+        )
+        for low in range(0, dim, stretch):
+            self._add_stretch(sequence, start, end, kv_offset, mine, fadings, low, stretch)
+
+    def _add_stretch(
+        self,
+        sequence: Value,
+        start: Value,
+        end: Value,
+        kv_offset: Value,
+        mine: list[Value],
+        fadings: list[Value],
+        low: int,
+        stretch: int,
+    ) -> None:
+        """Numbers `low` to `low + stretch` of the values of up to 32 tokens, added to the states `mine`."""
+        e = self.e
+        places = [e.at(state, i64(4 * at)) for state in mine for at in range(low, low + stretch, LANES)]
+        per_head = stretch // LANES
+
+        def add(token: Value, sums: list[Value]) -> list[Value]:
+            values = e.at(self._keys_at(sequence, token), e.add(self.half_nbytes, kv_offset, i64(2 * low)))
+            weights = e.at(self.weights, e.mul(e.b.sub(token, start), i64(2)))
+            return _add_values(e, values, self.row_nbytes, weights, list(sums), per_head)
+
+        faded = [
+            e.b.fmul(e.load(cpu_jit.FLOATS, place, 4), fadings[number // per_head])
+            for number, place in enumerate(places)
+        ]
+        for value, place in zip(e.loop(start, end, LANES, add, faded), places, strict=True):
+            e.store(value, place, 4)
+
+
+def merge(e: Emitter, state: Value, pieces: Value, stride: Value, out: Value, dim: int, interleaved: bool) -> None:
+    """Write one row of attention, bfloat16 [dim]: the sums of `pieces` states, `stride` bytes apart, each brought to the
+    greatest score of all. `interleaved`: the order of sums in this module, else their natural one."""
     b = e.b
-    (q_at, q_stride, layer_at, block_nbytes, half_nbytes, tables_at, table_len, lens_at, out_at, _, kv_heads) = (
-        arguments[:11]
-    )
-    window, scale = arguments[11:]
-    q, layer, tables, lens, out = (b.inttoptr(at, cpu_jit.PTR) for at in (q_at, layer_at, tables_at, lens_at, out_at))
-    parts = i64(group // width)
-    sequence, rest = b.sdiv(item, e.mul(kv_heads, parts)), b.srem(item, e.mul(kv_heads, parts))
-    kv_head, first_head = b.sdiv(rest, parts), e.mul(rest, i64(width))
-    row_nbytes, head_nbytes = e.mul(kv_heads, i64(2 * dim)), 2 * dim
-    q = e.at(q, e.add(e.mul(sequence, q_stride), e.mul(first_head, i64(head_nbytes))))
-    queries = [
-        [e.load(cpu_jit.PAIRS, e.at(q, i64(head * head_nbytes + 64 * part))) for part in range(dim // 32)]
-        for head in range(width)
-    ]
-    table = e.at(tables, e.mul(sequence, table_len, i64(4)))
-    length = b.sext(e.load(cpu_jit.I32, e.at(lens, e.mul(sequence, i64(4))), 4), cpu_jit.I64)
-    begin = b.sub(length, window)
-    begin = b.select(b.and_(b.icmp_signed(">", window, i64(0)), b.icmp_signed(">", begin, i64(0))), begin, i64(0))
-    factor = e.splat(b.fptrunc(scale, cpu_jit.F32), cpu_jit.FLOATS)
-    numbers = cpu_jit.constant(cpu_jit.INTS, list(range(LANES)))
-    first, last = (e.splat(b.trunc(v, cpu_jit.I32), cpu_jit.INTS) for v in (begin, length))
+    top_at, total_at = i64(4 * dim), i64(4 * dim + 4)
 
-    def keys_at(token: Value) -> Value:
-        """Where the key of `token`, the first of 16, lies in the pool."""
-        block = e.load(cpu_jit.I32, e.at(table, e.mul(b.sdiv(token, i64(block_size)), i64(4))), 4)
-        offset = e.mul(b.srem(token, i64(block_size)), row_nbytes)
-        inside = e.add(offset, e.mul(kv_head, i64(head_nbytes)))
-        return e.at(layer, e.add(e.mul(b.sext(block, cpu_jit.I64), block_nbytes), inside))
+    def look(piece: Value, top: list[Value]) -> list[Value]:
+        mine = e.load(cpu_jit.F32, e.at(state, e.add(e.mul(piece, stride), top_at)), 4)
+        return [e.greater(top[0], mine)]
 
-    def sixteen(token: Value, state: list[Value]) -> list[Value]:
-        keys = keys_at(token)
-        values = e.at(keys, half_nbytes)
-        coming = e.add(token, i64(LANES))
-        upcoming = keys_at(b.select(b.icmp_signed("<", coming, length), coming, token))
-        for row in range(LANES):
-            for line in range(0, head_nbytes, 64):
-                place = e.at(upcoming, e.add(e.mul(row_nbytes, i64(row)), i64(line)))
-                e.prefetch(place)
-                e.prefetch(e.at(place, half_nbytes))
-        at = b.add(e.splat(b.trunc(token, cpu_jit.I32), cpu_jit.INTS), numbers)
-        seen = b.and_(b.icmp_signed("<", at, last), b.icmp_signed(">=", at, first))
-        tops, totals, sums = state[:width], state[width : 2 * width], state[2 * width :]
-        per_head = len(sums) // width
-        new_tops, new_totals, new_sums = [], [], []
-        for head, products in enumerate(_scores(e, keys, row_nbytes, queries, 0, LANES)):
-            scores = b.select(seen, b.fmul(products, factor), floats(-3e38))
-            top = e.call("llvm.maxnum.f32", cpu_jit.F32, tops[head], e.largest(scores))
-            fading = e.exp(e.splat(b.fsub(tops[head], top), cpu_jit.FLOATS))
-            weight = b.select(seen, e.exp(b.fsub(scores, e.splat(top, cpu_jit.FLOATS))), floats(0.0))
-            e.store_halves(weight, e.at(weights, i64(64 * head)))
-            new_tops.append(top)
-            new_totals.append(b.fadd(b.fmul(totals[head], fading), weight))
-            new_sums += [b.fmul(part, fading) for part in sums[head * per_head : (head + 1) * per_head]]
-        _add_values(e, values, row_nbytes, weights, new_sums, per_head)
-        return [*new_tops, *new_totals, *new_sums]
+    (top,) = e.loop(i64(0), pieces, 1, look, [cpu_jit.constant(cpu_jit.F32, _LOWEST)])
 
-    start = [cpu_jit.constant(cpu_jit.F32, -3e38)] * width + [floats(0.0)] * (width + width * (dim // LANES))
-    aligned = b.and_(begin, i64(-LANES))
-    end = e.loop(aligned, length, LANES, sixteen, start)
-    out = e.at(out, e.mul(e.add(e.mul(sequence, kv_heads, i64(group)), first_head), i64(head_nbytes)))
-    for head in range(width):
-        total = e.splat(e.sum(end[width + head]), cpu_jit.FLOATS)
-        for part in range(dim // LANES):
-            place = e.at(out, i64(head * head_nbytes + 32 * part))
-            e.store_halves(b.fdiv(end[2 * width + head * (dim // LANES) + part], total), place)
+    def add(piece: Value, sums: list[Value]) -> list[Value]:
+        mine = e.at(state, e.mul(piece, stride))
+        fading = e.exp(e.splat(b.fsub(e.load(cpu_jit.F32, e.at(mine, top_at), 4), top), cpu_jit.FLOATS))
+        terms = [e.splat(e.load(cpu_jit.F32, e.at(mine, total_at), 4), cpu_jit.FLOATS)]
+        terms += [e.load(cpu_jit.FLOATS, e.at(mine, i64(4 * at)), 4) for at in range(0, dim, LANES)]
+        return [
+            e.call("llvm.fma.v16f32", cpu_jit.FLOATS, term, fading, before)
+            for term, before in zip(terms, sums, strict=True)
+        ]
+
+    total, *sums = e.loop(i64(0), pieces, 1, add, [floats(0.0)] * (1 + dim // LANES))
+    for number in range(0, len(sums), 2):
+        pair = sums[number : number + 2]
+        if interleaved:
+            quarters = [[0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23]]
+            quarters.append([lane + 8 for lane in quarters[0]])
+            pair = [e.shuffle(pair[0], pair[1], quarter) for quarter in quarters]
+        for half, value in enumerate(pair):
+            e.store_halves(b.fdiv(value, total), e.at(out, i64(2 * LANES * (number + half))))
 
 
 def _scores(e: Emitter, keys: Value, row_nbytes: Value, queries: list[list[Value]], low: int, high: int) -> list[Value]:
@@ -180,21 +355,37 @@ def _scores(e: Emitter, keys: Value, row_nbytes: Value, queries: list[list[Value
         return totals
     middle = (low + high) // 2
     first, second = (_scores(e, keys, row_nbytes, queries, *half) for half in ((low, middle), (middle, high)))
-    evens, odds = range(0, 2 * LANES, 2), range(1, 2 * LANES, 2)
+    # Neighbours meet within 128 bits first, then whole runs of 128 bits: such shuffles need no register of indices.
+    if high - low <= 4:
+        evens = [at + lane for lane in range(0, LANES, 4) for at in (0, 2, LANES, LANES + 2)]
+        odds = [lane + 1 for lane in evens]
+    else:
+        evens = [run + lane for run in (0, 8, LANES, LANES + 8) for lane in range(4)]
+        odds = [lane + 4 for lane in evens]
     return [
         e.b.fadd(e.shuffle(one, other, evens), e.shuffle(one, other, odds))
         for one, other in zip(first, second, strict=True)
     ]
 
 
-def _add_values(e: Emitter, values: Value, row_nbytes: Value, weights: Value, sums: list[Value], per_head: int) -> None:
-    """Add 16 rows of values, weighted, to `sums`: `per_head` registers for each query head."""
-    interleaved = [lane for pair in zip(range(LANES), range(LANES, 2 * LANES), strict=True) for lane in pair]
+def _add_values(
+    e: Emitter, values: Value, row_nbytes: Value, weights: Value, sums: list[Value], per_head: int
+) -> list[Value]:
+    """`sums`, `per_head` registers for each query head, with 16 rows of values added, weighted."""
+    orders = [
+        [place for run in range(half, 2 * LANES, 8) for at in range(4) for place in (run + at, run + at + 2 * LANES)]
+        for half in (0, 4)
+    ]
     for token in range(0, LANES, 2):
         rows = [e.at(values, e.mul(row_nbytes, i64(token + odd))) for odd in (0, 1)]
-        pairs = [e.load_pair(e.at(weights, i64(64 * head + 2 * token))) for head in range(len(sums) // per_head)]
-        for part in range(per_head):
-            first, second = (e.load(cpu_jit.HALVES, e.at(row, i64(32 * part))) for row in rows)
-            both = e.shuffle(first, second, interleaved)
-            for head, pair in enumerate(pairs):
-                sums[head * per_head + part] = e.dot(sums[head * per_head + part], both, pair)
+        pairs = [
+            e.load_pair(e.at(weights, i64(2 * _TOKENS * head + 2 * token))) for head in range(len(sums) // per_head)
+        ]
+        for part in range(0, per_head, 2):
+            first, second = (e.load(cpu_jit.SHORTS, e.at(row, i64(32 * part))) for row in rows)
+            for half, order in enumerate(orders):
+                both = e.b.bitcast(e.shuffle(first, second, order), cpu_jit.PAIRS)
+                for head, pair in enumerate(pairs):
+                    at = head * per_head + part + half
+                    sums[at] = e.dot(sums[at], both, pair)
+    return sums

@@ -59,6 +59,7 @@ if ir is not None:
     INTS = ir.VectorType(I32, LANES)
     HALVES = ir.VectorType(_BFloat(), LANES)
     PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+    SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
 def constant(kind: Value, value: float | Sequence[float]) -> Value:
@@ -127,8 +128,13 @@ class Emitter:
             callee = ir.Function(self.module, ir.FunctionType(result, [a.type for a in arguments]), name)
         return self.b.call(callee, arguments, fastmath=fastmath)
 
-    def prefetch(self, pointer: Value) -> None:
-        self.call("llvm.prefetch.p0", VOID, pointer, *(ir.Constant(I32, flag) for flag in (0, 3, 1)))
+    def greater(self, first: Value, second: Value) -> Value:
+        """The greater one, number by number; `second` where one of them is not a number."""
+        return self.b.select(self.b.fcmp_ordered(">", first, second), first, second)
+
+    def prefetch(self, pointer: Value, level: int = 1) -> None:
+        """Ask memory for a line, into the cache of `level` 1 or 2. Far more requests can be under way to the second."""
+        self.call("llvm.prefetch.p0", VOID, pointer, *(ir.Constant(I32, flag) for flag in (0, 4 - level, 1)))
 
     def splat(self, value: Value, kind: Value) -> Value:
         """A register of `value`, a scalar of its element type."""
@@ -157,8 +163,8 @@ class Emitter:
     def exp(self, value: Value) -> Value:
         """e^value to 3e-6 of itself, for values that are clamped to +-87: 2^whole by the exponent, 2^rest by its series."""
         b = self.b
-        low = self.call("llvm.maxnum.v16f32", FLOATS, value, floats(-87.0))
-        power = b.fmul(self.call("llvm.minnum.v16f32", FLOATS, low, floats(87.0)), floats(1.4426950408889634))
+        low = self.greater(floats(-87.0), value)
+        power = b.fmul(b.select(b.fcmp_ordered("<", floats(87.0), low), floats(87.0), low), floats(1.4426950408889634))
         whole = self.call("llvm.rint.v16f32", FLOATS, power)
         rest = b.fsub(power, whole)
         series = floats(0.0013333558)
