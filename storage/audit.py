@@ -16,11 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tieredkv.storage.environment import StoreEnvironment
-from tieredkv.storage.index import NAMESPACE_KEY, PIN_KEY, STATE_KEY, Row, State, record_cost
+from tieredkv.storage.index import NAMESPACE_KEY, PIN_KEY, STATE_KEY
 from tieredkv.storage.medium import Medium
 from tieredkv.storage.opening import Txn
 from tieredkv.storage.pins import PinRecord
 from tieredkv.storage.record import HEADER_NBYTES, BadRecordError, Header, check_record
+from tieredkv.storage.rows import Row, State, record_cost
 
 RECORDS_PER_TXN = 16
 MAX_PROBLEMS = 100

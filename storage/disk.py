@@ -26,7 +26,7 @@ from tieredkv.errors import ConfigError, StorageError
 from tieredkv.storage.audit import Inspection, Report, inspect_store, rebuild, verify_store
 from tieredkv.storage.codec import Codec, RawCodec
 from tieredkv.storage.environment import StoreEnvironment, StoreFullError
-from tieredkv.storage.index import NAMESPACE_KEY, STATE_KEY, STORE_ID_KEY, Index, Row, State
+from tieredkv.storage.index import NAMESPACE_KEY, STATE_KEY, STORE_ID_KEY, Index
 from tieredkv.storage.insertion import BlockInserter
 from tieredkv.storage.labels import Labels, LabelWriter
 from tieredkv.storage.listing import StoreListing
@@ -36,6 +36,7 @@ from tieredkv.storage.pinning import PinStore
 from tieredkv.storage.pins import PinRecord, PinsSeen
 from tieredkv.storage.record import BadRecordError, decode_record
 from tieredkv.storage.removal import BlockRemover, ClearOutcome
+from tieredkv.storage.rows import Row, State
 from tieredkv.storage.session import CONTRADICTIONS, StoreSession, budget_nbytes_for, map_nbytes_for
 from tieredkv.storage.tier import BlockChange, BlockRecord, LoadOutcome, Refusal, StoreOutcome, TierUsage
 

@@ -1,11 +1,11 @@
 """What the rows of a store mean, and how they change together inside one transaction.
 
     blocks   hash -> header + payload (record.py)
-    meta     hash -> Row: parent, root, namespace, depth, number of children, sizes, last use, priority, expiry, tokens
+    meta     hash -> Row (rows.py): parent, root, namespace, depth, children, sizes, last use, priority, expiry, tokens
     recency  b"\\x01" priority last-use hash -> empty     leaves that may be evicted, the first to go first
              b"\\x00" expiry hash -> empty                those of them whose priority expires, the soonest first
     pins     hash -> number of pins that want the block, whether it is resident or not
-    info     b"state" -> State (counters); b"pin:" id -> PinRecord; b"format"; b"store" -> random id;
+    info     b"state" -> State (rows.py); b"pin:" id -> PinRecord; b"format"; b"store" -> random id;
              b"namespace:" digest -> description
 
 A *leaf* is a block without resident children. Knows no payloads, no files and no threads.
@@ -18,14 +18,13 @@ store, so that a clock set back does not turn the order round.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
 
 from tieredkv.errors import InvariantError
 from tieredkv.storage.medium import Medium
 from tieredkv.storage.opening import Txn
 from tieredkv.storage.pins import PinRecord
+from tieredkv.storage.rows import EXPIRING, HASH_NBYTES, ORDINARY, Row, State
 from tieredkv.storage.tier import EVICTED, NEVER, SPILLED, BlockChange
 from tieredkv.types import DEFAULT_PRIORITY
 
@@ -33,116 +32,8 @@ STATE_KEY = b"state"
 STORE_ID_KEY = b"store"
 NAMESPACE_KEY = b"namespace:"
 PIN_KEY = b"pin:"
-_EXPIRING, _ORDINARY = b"\x00", b"\x01"
-_ROW = struct.Struct("<32s32s32sIIQQQQQQBB2x")
-_LINKS = struct.Struct("<32s32s32sII")
-_STATE = struct.Struct("<QQQQQQ")
-_PAGE_HEADER_NBYTES, _NODE_HEADER_NBYTES = 16, 8
-_HASH_NBYTES = 32
 MAX_EVICTIONS_PER_TXN = 4096
 MAX_EXPIRIES_PER_VICTIM = 256
-
-
-@dataclass(slots=True)
-class Row:
-    """What is known of one resident block. Times in microseconds since the epoch; `cost_nbytes` is page-rounded."""
-
-    parent: bytes
-    root: bytes
-    namespace: bytes
-    depth: int
-    num_children: int
-    raw_nbytes: int
-    stored_nbytes: int
-    cost_nbytes: int
-    last_use_us: int
-    created_us: int
-    expires_us: int
-    priority: int
-    codec: int
-    token_ids: bytes
-
-    def pack(self) -> bytes:
-        return (
-            _ROW.pack(
-                self.parent,
-                self.root,
-                self.namespace,
-                self.depth,
-                self.num_children,
-                self.raw_nbytes,
-                self.stored_nbytes,
-                self.cost_nbytes,
-                self.last_use_us,
-                self.created_us,
-                self.expires_us,
-                self.priority,
-                self.codec,
-            )
-            + self.token_ids
-        )
-
-    @classmethod
-    def unpack(cls, value: memoryview | bytes) -> Row:
-        return cls(*(*_ROW.unpack_from(value), bytes(value[_ROW.size :])))
-
-    @staticmethod
-    def links(value: memoryview | bytes) -> tuple[bytes, bytes, bytes, int, int]:
-        """Parent, root, namespace, depth and number of children: what a walk over many rows needs."""
-        parent, root, namespace, depth, num_children = _LINKS.unpack_from(value)
-        return parent, root, namespace, depth, num_children
-
-    def recency_key(self, block_hash: bytes) -> bytes:
-        return _ORDINARY + bytes([self.priority]) + self.last_use_us.to_bytes(8, "big") + block_hash
-
-    def expiry_key(self, block_hash: bytes) -> bytes | None:
-        return None if self.expires_us == NEVER else _EXPIRING + self.expires_us.to_bytes(8, "big") + block_hash
-
-    def recency_keys(self, block_hash: bytes) -> list[bytes]:
-        """The rows in `recency` that a leaf without a pin has."""
-        expiry = self.expiry_key(block_hash)
-        return [self.recency_key(block_hash)] + ([] if expiry is None else [expiry])
-
-
-@dataclass(slots=True)
-class State:
-    """The store's counters: blocks, what they cost, what they hold, the store's clock, its capacity, tokens."""
-
-    num_blocks: int = 0
-    used_nbytes: int = 0
-    payload_nbytes: int = 0
-    clock_us: int = 0
-    capacity_nbytes: int = 0
-    num_tokens: int = 0
-
-    def pack(self) -> bytes:
-        return _STATE.pack(
-            self.num_blocks, self.used_nbytes, self.payload_nbytes, self.clock_us, self.capacity_nbytes, self.num_tokens
-        )
-
-    @classmethod
-    def unpack(cls, value: memoryview | bytes) -> State:
-        return cls(*_STATE.unpack(value))
-
-    def add(self, row: Row, sign: int) -> None:
-        self.num_blocks += sign
-        self.used_nbytes += sign * row.cost_nbytes
-        self.payload_nbytes += sign * row.raw_nbytes
-        self.num_tokens += sign * (len(row.token_ids) // 4)
-
-    def tick(self, now_us: int) -> int:
-        """A time later than every one before."""
-        self.clock_us = max(now_us, self.clock_us + 1)
-        return self.clock_us
-
-
-def record_cost(record_nbytes: int, num_token_bytes: int, psize: int) -> int:
-    """Bytes that a block takes in the file: its record in whole pages, plus twice its rows in the trees, whose pages are
-    about two thirds full.
-    """
-    pages = -(-(_PAGE_HEADER_NBYTES + record_nbytes) // psize)
-    rows = 4 * (_NODE_HEADER_NBYTES + _HASH_NBYTES) + 2 * 9 + _ROW.size + num_token_bytes
-    return pages * psize + 2 * rows
 
 
 class Index:
@@ -245,44 +136,47 @@ class Index:
     def victim(self, protected: Collection[bytes], now_us: int) -> bytes | None:
         """The leaf to evict next: by priority, then by last use. Priorities that have expired are the ordinary one."""
         self._expire_priorities(now_us)
-        key = self._medium.first_key(self._txn, self._dbs["recency"], _ORDINARY)
+        key = self._medium.first_key(self._txn, self._dbs["recency"], ORDINARY)
         while key is not None:
-            block_hash = key[-_HASH_NBYTES:]
+            block_hash = key[-HASH_NBYTES:]
             if block_hash not in protected:
                 return block_hash
             key = self._medium.first_key(self._txn, self._dbs["recency"], key + b"\x00")
         return None
 
     def _expire_priorities(self, now_us: int) -> None:
-        due = _EXPIRING + now_us.to_bytes(8, "big") + b"\xff" * _HASH_NBYTES
+        due = EXPIRING + now_us.to_bytes(8, "big") + b"\xff" * HASH_NBYTES
         for _ in range(MAX_EXPIRIES_PER_VICTIM):
-            key = self._medium.first_key(self._txn, self._dbs["recency"], _EXPIRING)
+            key = self._medium.first_key(self._txn, self._dbs["recency"], EXPIRING)
             if key is None or key > due:
                 return
-            self.retain(key[-_HASH_NBYTES:], DEFAULT_PRIORITY, NEVER)
+            self.retain(key[-HASH_NBYTES:], DEFAULT_PRIORITY, NEVER)
 
     def touch(self, block_hash: bytes, now_us: int) -> None:
         """Note that a block was used; nothing happens if it has gone."""
-        row = self.row(block_hash)
-        if row is None:
-            return
-        listed = not row.num_children and not self.num_pins(block_hash)
-        if listed:
-            self._drop_from_recency(block_hash, row)
-        row.last_use_us = self.state.tick(now_us)
-        self._put("meta", block_hash, row.pack())
-        if listed:
-            self._add_to_recency(block_hash, row)
+
+        def use(row: Row) -> None:
+            row.last_use_us = self.state.tick(now_us)
+
+        self._rank_anew(block_hash, use)
 
     def retain(self, block_hash: bytes, priority: int, expires_us: int) -> None:
         """Give a block another priority, until `expires_us`; nothing happens if it has gone."""
+
+        def favour(row: Row) -> None:
+            row.priority, row.expires_us = priority, expires_us
+
+        self._rank_anew(block_hash, favour)
+
+    def _rank_anew(self, block_hash: bytes, change: Callable[[Row], None]) -> None:
+        """Apply `change` to what a block's place in the order of eviction depends on, and give it that place."""
         row = self.row(block_hash)
         if row is None:
             return
         listed = not row.num_children and not self.num_pins(block_hash)
         if listed:
             self._drop_from_recency(block_hash, row)
-        row.priority, row.expires_us = priority, expires_us
+        change(row)
         self._put("meta", block_hash, row.pack())
         if listed:
             self._add_to_recency(block_hash, row)

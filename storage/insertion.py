@@ -14,8 +14,9 @@ import numpy as np
 from tieredkv.errors import StorageError
 from tieredkv.storage.codec import Codec
 from tieredkv.storage.environment import DeviceFullError, StoreFullError
-from tieredkv.storage.index import Index, Row, record_cost
+from tieredkv.storage.index import Index
 from tieredkv.storage.record import encode_record, max_record_nbytes
+from tieredkv.storage.rows import Row, record_cost
 from tieredkv.storage.session import CONTRADICTIONS, StoreSession, budget_nbytes_for, map_nbytes_for
 from tieredkv.storage.tier import BlockRecord, StoreOutcome
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from tieredkv.storage.index import Index, Row
+from tieredkv.storage.index import Index
 from tieredkv.storage.labels import read_label, read_labels
 from tieredkv.storage.medium import Medium
 from tieredkv.storage.opening import Txn
+from tieredkv.storage.rows import Row
 
 
 class StoreListing:

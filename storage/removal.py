@@ -10,7 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tieredkv.errors import StorageError
-from tieredkv.storage.index import Index, Row
+from tieredkv.storage.index import Index
+from tieredkv.storage.rows import Row
 from tieredkv.storage.session import CONTRADICTIONS, StoreSession
 from tieredkv.storage.tier import CLEARED, CORRUPT
 

@@ -16,7 +16,8 @@ from typing import TypeVar
 
 from tieredkv.errors import InvariantError, StorageError
 from tieredkv.storage.environment import StoreEnvironment
-from tieredkv.storage.index import Index, State
+from tieredkv.storage.index import Index
+from tieredkv.storage.rows import State
 from tieredkv.storage.tier import BlockChange, Refusal
 
 logger = logging.getLogger(__name__)

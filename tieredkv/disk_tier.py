@@ -16,10 +16,10 @@ from tieredkv.errors import StorageError
 from tieredkv.gate import Rate
 from tieredkv.hashing import pack_tokens
 from tieredkv.storage.disk import DiskStore
-from tieredkv.storage.index import record_cost
 from tieredkv.storage.jobs import LoadJob, LookupJob, StoreJob
 from tieredkv.storage.memory import PAGE_NBYTES
 from tieredkv.storage.record import HEADER_NBYTES
+from tieredkv.storage.rows import record_cost
 from tieredkv.storage.session import budget_nbytes_for
 from tieredkv.storage.tier import NEVER, BlockRecord, LoadOutcome, Refusal, StoreOutcome, TierUsage
 from tieredkv.storage.workers import StorageWorkers

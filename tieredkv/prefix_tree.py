@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from tieredkv import hashing
 from tieredkv.branches import NAME_LABEL, ROOT_LABEL, Node, Root, Snapshot
 from tieredkv.reports import BlockReport, PrefixReport
-from tieredkv.storage.index import Row
 from tieredkv.storage.listing import StoreListing
+from tieredkv.storage.rows import Row
 from tieredkv.storage.tier import NEVER
 from tieredkv.tier_faces import LOADING, BlockInfo
 from tieredkv.types import Tier

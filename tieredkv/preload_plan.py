@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tieredkv import hashing
 from tieredkv.prompt_file import complain
-from tieredkv.storage.index import record_cost
 from tieredkv.storage.record import HEADER_NBYTES
+from tieredkv.storage.rows import record_cost
 from tieredkv.storage.session import budget_nbytes_for
 from tieredkv.types import Tier
 from tieredkv.warming import DeferredPrompt, WarmPrompt

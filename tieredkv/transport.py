@@ -22,9 +22,9 @@ from tieredkv.hashing import HASH_NBYTES
 from tieredkv.prefix_file import FileHeader, PrefixFileError, PrefixFileReader, PrefixFileWriter, private_file
 from tieredkv.storage.codec import Codec
 from tieredkv.storage.disk import DiskStore
-from tieredkv.storage.index import Row, record_cost
 from tieredkv.storage.pins import PinRecord
 from tieredkv.storage.record import HEADER_NBYTES
+from tieredkv.storage.rows import Row, record_cost
 from tieredkv.storage.session import budget_nbytes_for
 from tieredkv.storage.tier import BlockRecord, LoadOutcome
 

@@ -13,8 +13,8 @@ import pytest
 from tests.storage.chains import BLOCK_NBYTES, assert_sound, chain, hashes, load, name
 from tieredkv.errors import StorageError
 from tieredkv.storage.disk import DiskStore
-from tieredkv.storage.index import Row
 from tieredkv.storage.record import HEADER_NBYTES
+from tieredkv.storage.rows import Row
 from tieredkv.storage.tier import LoadOutcome, StoreOutcome
 
 CAPACITY = 2 << 20

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.storage.chains import NAMESPACE, TOKENS, assert_sound, chain, load, name, pin, record
 from tieredkv.storage.codec import RawCodec
 from tieredkv.storage.disk import DiskStore
-from tieredkv.storage.index import record_cost
 from tieredkv.storage.record import max_record_nbytes
+from tieredkv.storage.rows import record_cost
 from tieredkv.storage.session import budget_nbytes_for
 from tieredkv.storage.tier import NEVER, LoadOutcome, StoreOutcome
 from tieredkv.types import DEFAULT_PRIORITY

@@ -26,9 +26,9 @@ from tieredkv.gate import CostGate
 from tieredkv.sequence import Sequence as TokenSequence
 from tieredkv.storage.disk import MIN_CAPACITY_NBYTES, DiskStore, wall_clock_us
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.index import record_cost
 from tieredkv.storage.memory import PAGE_NBYTES
 from tieredkv.storage.record import HEADER_NBYTES
+from tieredkv.storage.rows import record_cost
 from tieredkv.storage.session import budget_nbytes_for
 from tieredkv.storage.workers import StorageWorkers
 from tieredkv.tiers import Tiers
