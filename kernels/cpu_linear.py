@@ -33,8 +33,10 @@ MOST_ROWS = 8
 # Rows that pass while a thread's panels come from memory once; at 1,536 inputs they fill three quarters of a 1 MiB cache.
 _ROW_BLOCK = 256
 _UNROLL = 4
-# How far ahead of the products memory is asked for weights: 4 KiB.
-_AHEAD = 4096
+# How far ahead of the products memory is asked for weights, bytes: into the first-level cache by few rows, which are done
+# with a weight as fast as it comes; by more rows into the second-level one, which takes more requests at a time.
+_AHEAD, _FAR_AHEAD = 4096, 8192
+_FEW_ROWS = 5
 # Up to so many rows every thread normalises all of them for itself, which costs less than meeting at a barrier.
 _PRIVATE_ROWS = 16
 
@@ -45,9 +47,19 @@ def fits(num_out: int, num_in: int) -> bool:
 
 def pack(weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
     """weight bfloat16 [out, in] in the order of this module; `gated`: the first half of its rows is the gate, the second up."""
-    num_in = weight.shape[1]
-    parts = weight.view(2, -1, LANES, num_in).transpose(0, 1) if gated else weight.view(-1, 2, LANES, num_in)
-    return parts.reshape(-1, 2, LANES, num_in // 2, 2).permute(0, 3, 1, 2, 4).contiguous()
+    # Pairs of inputs as one number: a plain transposition, which torch does several times faster.
+    num_pairs = weight.shape[1] // 2
+    pairs = weight.contiguous().view(torch.int32)
+    parts = pairs.view(2, -1, LANES, num_pairs).transpose(0, 1) if gated else pairs.view(-1, 2, LANES, num_pairs)
+    packed = parts.permute(0, 3, 1, 2).contiguous()
+    return packed.view(torch.bfloat16).view(-1, num_pairs, 2, LANES, 2)
+
+
+def unpacked_rows(packed: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Rows `numbers` int64 [T] of the weight that `pack` was given, not gated -> bfloat16 [T, in]."""
+    pairs = packed.view(torch.int32).view(len(packed), -1, PANEL)
+    panels = torch.div(numbers, PANEL, rounding_mode="floor")
+    return pairs[panels, :, numbers % PANEL].view(torch.bfloat16)
 
 
 @functools.cache
@@ -215,7 +227,10 @@ def _write_tile(module: Value, num_rows: int) -> str:
             place = e.at(weight, e.mul(pair, i64(4 * PANEL)))
             halves = [e.load(cpu_jit.PAIRS, e.at(place, i64(64 * half)), 64) for half in (0, 1)]
             for half in (0, 1):
-                e.prefetch(e.at(place, i64(_AHEAD + 64 * half)))
+                if num_rows <= _FEW_ROWS:
+                    e.prefetch(e.at(place, i64(_AHEAD + 64 * half)))
+                else:
+                    e.prefetch(e.at(place, i64(_FAR_AHEAD + 64 * half)), level=2)
             for row, memory in enumerate(rows):
                 x_pair = e.load_pair(e.at(memory, e.mul(pair, i64(4))))
                 for half in (0, 1):

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tieredkv.errors import StorageError
+from tieredkv.runtime import anonymous_memory
 
 REGISTER_CHUNK_NBYTES = 1 << 30
 PAGE_NBYTES = mmap.PAGESIZE
@@ -50,7 +51,7 @@ class PlainMemory:
 
     def __init__(self, nbytes: int, granule_nbytes: int = 1) -> None:
         try:
-            self._map = mmap.mmap(-1, max(nbytes, 1))
+            self._map = anonymous_memory(max(nbytes, 1))
         except (OSError, ValueError, OverflowError) as error:
             raise StorageError(f"{nbytes} bytes of host memory cannot be had: {error}") from None
         self._view = memoryview(self._map)[:nbytes]

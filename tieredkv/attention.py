@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 
 from tieredkv.batch import Batch
 from tieredkv.errors import InvariantError, UnsupportedModelError
-from tieredkv.kernels import cpu_decode, cpu_prefill, cpu_rotary, reference
+from tieredkv.kernels import cpu_decode, cpu_linear, cpu_prefill, cpu_rotary, reference
 from tieredkv.pool import KVPool
 
 NAME = "tieredkv"
@@ -129,6 +129,18 @@ class KVBatch:
             reference.plan_prefill(table, part.start, part.stop, length, layout.num_layers, layout.block_size, device)
             for part, table, length in self._prefills
         ]
+
+
+def compile_ahead(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+    """Compile the CPU's kernels for a bfloat16 model of this shape, so that they are there when it is first run.
+
+    For another thread than the one that loads the model: LLVM leaves the interpreter to it.
+    """
+    group = num_heads // num_kv_heads
+    cpu_linear.can_run()
+    cpu_decode.can_run(head_dim, group, block_size)
+    cpu_prefill.can_run(head_dim, group, block_size)
+    cpu_rotary.can_run(head_dim, head_dim)
 
 
 def _opened_blocks(batch: Batch, block_size: int) -> list[int]:

@@ -15,6 +15,7 @@ Invariant: equal to the stock model up to rounding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,8 @@ class FusedModel:
         tied: bool,
     ) -> None:
         self._embedding = embedding
+        # What embeds: the module, or the head's packed weight where they share it.
+        self._embed: Callable[[torch.Tensor], torch.Tensor] = embedding
         self._rotary = rotary
         self._layers = layers
         self._norm = norm
@@ -84,13 +87,20 @@ class FusedModel:
             linear.pack(keep_rows=keep_rows)
         for linear in gated:
             linear.pack(keep_rows=keep_rows, gated=True)
-        self._head.pack(release=not self._tied, keep_rows=keep_rows or self._tied)
+        shared = self._tied and self._head.can_be_read
+        if not shared:
+            # A mapped file stays in memory as a whole as long as one tensor lies in it. Tied modules have one parameter.
+            self._embedding.weight.data = self._embedding.weight.data.clone()
+        self._head.pack(keep_rows=keep_rows or self._tied)
+        if shared:
+            self._embed = self._head.weight_rows
+            self._embedding.weight = nn.Parameter(self._embedding.weight.new_empty(0), requires_grad=False)
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, kv_batch: AttentionStep
     ) -> torch.Tensor:
         """Logits [N, vocabulary] of the `rows` [N] of the step's tokens; token_ids, positions int64 [T]."""
-        hidden = self._embedding(token_ids)
+        hidden = self._embed(token_ids)
         cos, sin = self._rotation(hidden, positions)
         for layer in self._layers:
             hidden = self._run(layer, hidden, cos, sin, kv_batch)

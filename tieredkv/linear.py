@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tieredkv.errors import InvariantError
 from tieredkv.kernels import cpu_linear
 from tieredkv.norm import Norm
 
@@ -85,7 +86,7 @@ class StackedLinear:
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         if any(module.bias is not None for module in self._modules):
             self._bias = torch.cat([_bias(module) for module in self._modules])
-        if weight.dtype == torch.bfloat16 and cpu_linear.fits(*weight.shape) and cpu_linear.can_run():
+        if _has_kernel(weight.dtype, *weight.shape):
             self._own = cpu_linear.pack(weight, gated=gated)
         else:
             self._packed = can_pack(weight.dtype)
@@ -96,6 +97,19 @@ class StackedLinear:
             for module in self._modules:
                 module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
         self._modules.clear()
+
+    @property
+    def can_be_read(self) -> bool:
+        """Whether `weight_rows` will work once this is packed: oneDNN's layout hides them. Asked before packing."""
+        return _has_kernel(
+            self._modules[0].weight.dtype, sum(m.out_features for m in self._modules), self._modules[0].in_features
+        )
+
+    def weight_rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Rows of the packed weight [out, in] by their numbers, int64 [T] -> [T, in]."""
+        if self._own is None:
+            raise InvariantError("this weight is not packed so that it can be read")
+        return cpu_linear.unpacked_rows(self._own, numbers)
 
     def __call__(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
         """x [T, in], normalised first where there is a norm -> [T, out]."""
@@ -128,6 +142,11 @@ class StackedLinear:
             return cpu_linear.linear(x, self._own, bias=self._bias, norm=(norm.weight, norm.eps), gated=True)
         gate, up = self(x, norm).chunk(2, -1)
         return functional.silu(gate).mul_(up)
+
+
+def _has_kernel(dtype: torch.dtype, num_out: int, num_in: int) -> bool:
+    """Whether our own kernel multiplies by a weight of this shape."""
+    return dtype == torch.bfloat16 and cpu_linear.fits(num_out, num_in) and cpu_linear.can_run()
 
 
 def _single_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

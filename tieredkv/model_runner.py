@@ -43,7 +43,9 @@ from tieredkv.types import EngineRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_WARM_UP_TOKENS = 512
+# What the first prompt would wait for: on a GPU kernels made on demand, on a CPU, once the model was checked, fresh memory
+# alone, which is 10 ms for 1,024 tokens.
+_WARM_UP_TOKENS = {"cuda": 512, "cpu": 64}
 _CHECK_TOKENS = 40
 # Sequences side by side: prefills together, decodes beside a prefill, many decodes, and a few, which the CPU attends to in
 # another way.
@@ -160,7 +162,7 @@ class ModelRunner:
         """
         # Kernels that are interpreted have nothing to warm up.
         if self.device.type == "cuda" or isinstance(self._path, _HostPath):
-            num_tokens = min(_WARM_UP_TOKENS, self.loaded.max_model_len)
+            num_tokens = min(_WARM_UP_TOKENS.get(self.device.type, 512), self.loaded.max_model_len)
             self._path.run(self.forward, *synthetic_batch(self.loaded, num_tokens, num_tokens))
         if self._graphs is not None and isinstance(self._path, _KernelPath):
             try:
@@ -287,6 +289,8 @@ def _prepare(loaded: LoadedModel, path: _Path) -> _Prepared:
         tolerance = max(tolerance, _CHECK_NOISE_RATIO * noise / _largest(expected))
     prepared = _Prepared(_StockForward(loaded.model), expected, tolerance)
     fits = isinstance(path, _HostPath) and loaded.facts.is_plain
+    if fits:
+        _leave_files(loaded.model)
     candidate = fused.from_model(loaded.model, loaded.layout) if fits else None
     if candidate is not None:
         prepared.forward = candidate
@@ -298,6 +302,15 @@ def _prepare(loaded: LoadedModel, path: _Path) -> _Prepared:
             prepared.forward = _StockForward(loaded.model)
     _prepared_models[loaded.model] = prepared
     return prepared
+
+
+def _leave_files(model: torch.nn.Module) -> None:
+    """Give the weights that are never packed, those of norms and biases, memory of their own: checkpoints are mapped files,
+    which stay in memory as a whole, beside what was packed, as long as one tensor lies in them.
+    """
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data = parameter.data.clone()
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tieredkv import attention, support
+from tieredkv import attention, lean, support
 from tieredkv.checkpoint import Checkpoint, content_digest, resolve
 from tieredkv.config import ModelConfig
 from tieredkv.errors import ConfigError, UnsupportedModelError
@@ -96,10 +96,12 @@ def load_model(
     hf_config = _read_config(checkpoint)
     max_model_len = support.check_config(hf_config, config.max_model_len)
     dtype = choose_dtype(config.dtype, _stored_dtype(hf_config), device)
-    tokenizer = Tokenizer.from_folder(checkpoint.folder, config.chat_template)
-    # Hashing the weights releases the GIL: it runs beside loading them.
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest") as pool:
+    # Hashing the weights and compiling kernels leave the interpreter to the thread that loads.
+    with ThreadPoolExecutor(max_workers=2, thread_name_prefix="load") as pool:
         digest = pool.submit(content_digest, weight_files)
+        if device.type == "cpu" and dtype == torch.bfloat16 and (shape := _attention_shape(hf_config)) is not None:
+            pool.submit(attention.compile_ahead, *shape, block_size)
+        tokenizer = Tokenizer.from_folder(checkpoint.folder, config.chat_template)
         report("Loading weights", 0.0)
         model = _load_weights(checkpoint, hf_config, dtype, device)
         report("Checking the model", 0.9)
@@ -215,6 +217,16 @@ def _stored_dtype(hf_config: Any) -> torch.dtype:
     return stored if isinstance(stored, torch.dtype) else torch.float32
 
 
+def _attention_shape(hf_config: Any) -> tuple[int, int, int] | None:
+    """Query heads, key heads and head size as the config gives them, to begin with; what counts is what the probe finds."""
+    num_heads: Any = getattr(hf_config, "num_attention_heads", None)
+    num_kv_heads: Any = getattr(hf_config, "num_key_value_heads", None) or num_heads
+    width: Any = getattr(hf_config, "hidden_size", None)
+    if not all(isinstance(number, int) and number > 0 for number in (num_heads, num_kv_heads, width)):
+        return None
+    return num_heads, num_kv_heads, getattr(hf_config, "head_dim", None) or width // num_heads
+
+
 def _load_weights(checkpoint: Checkpoint, hf_config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -223,7 +235,8 @@ def _load_weights(checkpoint: Checkpoint, hf_config: Any, dtype: torch.dtype, de
         raise UnsupportedModelError(f"transformers has no causal language model of type {hf_config.model_type!r}")
     support.check_model_class(model_class)
     attention.register()
-    with _quiet():
+
+    def load() -> tuple[Any, Mapping[str, Any]]:
         model, info = model_class.from_pretrained(
             checkpoint.folder,
             config=hf_config,
@@ -233,6 +246,14 @@ def _load_weights(checkpoint: Checkpoint, hf_config: Any, dtype: torch.dtype, de
             local_files_only=True,
             output_loading_info=True,
         )
+        return model, info
+
+    with _quiet():
+        try:
+            with lean.quick_construction():
+                model, info = load()
+        except RuntimeError:
+            model, info = load()
     if missing := sorted(info["missing_keys"]):
         raise UnsupportedModelError(f"the checkpoint lacks the weight {missing[0]} (and {len(missing) - 1} more)")
     if mismatched := info["mismatched_keys"]:

@@ -11,9 +11,7 @@ is finite as long as writers are: fresh memory is zero, and whoever opens a bloc
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from tieredkv.layout import KVLayout
+from tieredkv.runtime import anonymous_memory
 
 
 class KVPool:
@@ -70,8 +69,5 @@ def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = anonymous_memory(math.prod(shape) * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -6,6 +6,9 @@ there is nothing to gain.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import mmap
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +23,12 @@ _LIBRARY_FOLDERS = ("/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/loca
 _SYSTEM_ALLOCATORS = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
 _ALLOCATOR_PACKAGE, _ALLOCATOR_LIBRARY = "cmeel-mimalloc", "libmimalloc.so"
 _OPENMP_PACKAGE, _OPENMP_LIBRARY = "intel-openmp", "libiomp5.so"
+# The call by which an allocator gives back what is free, and its arguments: mimalloc, tcmalloc, glibc.
+_RELEASING: dict[str, tuple[int, ...]] = {
+    "mi_collect": (1,),
+    "MallocExtension_ReleaseFreeMemory": (),
+    "malloc_trim": (0,),
+}
 _SETTINGS = {
     # mimalloc: huge pages for the weights, and memory that a step gives back stays for the next one (ms).
     "MIMALLOC_ALLOW_LARGE_OS_PAGES": "1",
@@ -59,6 +68,30 @@ def free_memory_nbytes() -> int:
     except (OSError, ValueError, IndexError):
         return available
     return available
+
+
+def anonymous_memory(nbytes: int) -> mmap.mmap:
+    """A zeroed mapping that takes memory only as it is touched, for keys and values: in huge pages where the kernel gives
+    them, and left out of core dumps, because what it will hold encodes prompts. Raises `OSError`, `ValueError`.
+    """
+    if not sys.platform.startswith("linux"):
+        return mmap.mmap(-1, nbytes)
+    # Private: the kernel does not give shared mappings huge pages unless told so by its administrator.
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):
+        with contextlib.suppress(OSError):
+            memory.madvise(advice)
+    return memory
+
+
+def release_free_memory() -> None:
+    """Let the allocator of this process give free memory back to the system, whichever it is."""
+    process = ctypes.CDLL(None)
+    for name, arguments in _RELEASING.items():
+        function = getattr(process, name, None)
+        if function is not None:
+            function(*arguments)
+            return
 
 
 def better_environment(environ: Mapping[str, str]) -> dict[str, str] | None:

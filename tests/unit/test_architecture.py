@@ -44,6 +44,7 @@ ROWS = {
         "sampler",
         "tokenizer",
         "models",
+        "lean",
         "support",
         "checkpoint",
         "gguf",

@@ -24,9 +24,11 @@ import uvicorn
 from rich.console import Console
 from starlette.types import ASGIApp
 
+from tieredkv import lean
 from tieredkv.admin import Admin
 from tieredkv.config import Config
 from tieredkv.errors import ConfigError, TieredKVError
+from tieredkv.runtime import release_free_memory
 from tieredkv.server.admin.access import Access
 from tieredkv.server.app import build_admin_app, build_app
 from tieredkv.server.connection import BoundedProtocol
@@ -86,6 +88,8 @@ def serve(config: Config) -> int:
         lines = [] if warm_file is None else check_prompt_file(warm_file)
         from tieredkv.engine import Engine
 
+        # This process only serves: before anything imports transformers.
+        lean.import_transformers()
         with LoadProgress(Console()) as progress:
             engine = Engine.load(config, progress.update)
         warming = Warming(engine)
@@ -101,6 +105,7 @@ def serve(config: Config) -> int:
             # What loading left behind lives as long as the process: keep it out of every later collection.
             gc.collect()
             gc.freeze()
+            release_free_memory()
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 runner.run(servers.run())
         finally:
