@@ -66,8 +66,11 @@ class FakeRunner:
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
-        if len(set(batch.slots.tolist())) != len(batch.slots) or batch.slots.min() < self.block_size:
-            raise InvariantError("two tokens share a slot, or one is written to the null block")
+        nowhere = batch.slots < self.block_size
+        if len(set(batch.slots[~nowhere].tolist())) != (~nowhere).sum():
+            raise InvariantError("two tokens share a slot")
+        if not set(np.flatnonzero(nowhere).tolist()) <= set(batch.logits_indices.tolist()):
+            raise InvariantError("a token is neither written nor asked about")
         self.batches.append([(p.sequence.request_id, p.start, p.num_new) for p in batch.scheduled])
         self.num_computed_tokens += batch.num_tokens
         self.slots[batch.slots, 0] = batch.token_ids

@@ -6,7 +6,9 @@ Sequences with one new token (decodes) come first, so `num_decodes` of them can 
     token_ids      | d0 | d1 | d2 | p3 p3 p3 p3 | p4 p4 |      T = 9
     query_starts     0    1    2    3             7       9
 
-Invariants: every slot belongs to a block of the sequence that owns the token; slots of different tokens differ.
+A token whose block is committed already, so that only its logits are wanted, has its slot in the null block.
+
+Invariants: every other slot belongs to a block of the sequence that owns the token, and slots of different tokens differ.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tieredkv.blocks import NULL_BLOCK
 from tieredkv.sequence import ScheduledSequence
 from tieredkv.types import TokenLogprob
 
@@ -27,7 +30,7 @@ class Batch:
 
     token_ids      int64 [T]
     positions      int64 [T]    position of each token in its sequence
-    slots          int64 [T]    block_id * block_size + offset: where the token's key and value go
+    slots          int64 [T]    block_id * block_size + offset: where the token's key and value go (block 0: nowhere)
     query_starts   int32 [S+1]  prefix sums of the numbers of new tokens
     context_lens   int32 [S]    tokens of each sequence after this step, cached and new
     block_tables   int32 [S, max_blocks]  block ids, padded with 0 (the null block)
@@ -95,7 +98,11 @@ def build_batch(scheduled: Seq[ScheduledSequence], block_size: int) -> Batch:
             sampled.append(part)
             logits_indices.append(int(high) - 1)
     rows = np.repeat(np.arange(num), lens)
-    slots = block_tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    blocks = positions // block_size
+    committed = np.fromiter((s.sequence.num_committed_blocks for s in scheduled), dtype=np.int64, count=num)
+    # Findable blocks are shared and may be copied at any time: nothing is written to them.
+    writable = np.where(blocks < committed[rows], NULL_BLOCK, block_tables[rows, blocks])
+    slots = writable.astype(np.int64) * block_size + positions % block_size
     return Batch(
         scheduled=scheduled,
         token_ids=token_ids,

@@ -13,9 +13,12 @@ Life of a sequence's blocks:
 Single flight: from `allocate` to `commit` (or `release`) the blocks that a sequence is about to compute are registered
 under their hash, so that another one with the same prefix can wait and adopt them.
 
-Invariants: hits are contiguous from the first block and at most `num_tokens - 1` tokens; after admission
+A hit may cover all tokens of a sequence. The last one is computed all the same, for its logits, against its own key and
+value, which the block holds already: they are not written again.
+
+Invariants: hits are contiguous from the first block and count for at most `num_tokens - 1` tokens; after admission
 device + host + disk + computed == prompt tokens; a committed block holds what its hash says, because only tokens below
-`num_computed` are committed.
+`num_computed` are committed, and it is never written to again.
 """
 
 from __future__ import annotations
@@ -107,17 +110,13 @@ class CacheManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def usable_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Hashes of the blocks that a hit can cover: at most `num_tokens - 1` tokens, as the last one's logits are needed."""
-        return sequence.full_block_hashes(self.block_size)[: (sequence.num_tokens - 1) // self.block_size]
-
     def prepare(self, sequence: Sequence) -> None:
         """A sequence begins to wait: ask the disk about it, and count what it will use as used now, in every tier, so that it
         is still there when its turn comes.
         """
         if not self.enable_prefix_caching:
             return
-        hashes = self.usable_hashes(sequence)
+        hashes = sequence.full_block_hashes(self.block_size)
         present = [block_id for block_id in map(self.pool.find, hashes) if block_id is not None]
         for block_id in present:
             self.pool.acquire(block_id)
@@ -138,7 +137,7 @@ class CacheManager:
         """The resident prefix of `sequence`, as far as bringing it up is worth it."""
         if not self.enable_prefix_caching:
             return Match()
-        hashes = self.usable_hashes(sequence)
+        hashes = sequence.full_block_hashes(self.block_size)
         found: list[int] = []
         for block_hash in hashes:
             block_id = self.pool.find(block_hash)
@@ -156,7 +155,7 @@ class CacheManager:
 
     def next_block_in_progress(self, sequence: Sequence, match: Match) -> bytes | None:
         """The hash of the first block that is not on the device, if another sequence computes or restores it now."""
-        hashes = self.usable_hashes(sequence) if self.enable_prefix_caching else []
+        hashes = sequence.full_block_hashes(self.block_size) if self.enable_prefix_caching else []
         # What another sequence restores or computes is worth more than restoring it a second time.
         if match.num_ready >= len(hashes):
             return None
@@ -195,14 +194,18 @@ class CacheManager:
         taken = iter(self.pool.take(self.blocks_for(sequence.num_tokens) - len(hits)))
         sequence.block_ids.extend(next(taken) if block_id == NULL_BLOCK else block_id for block_id in match.block_ids)
         sequence.block_ids.extend(taken)
-        sequence.num_computed = match.num_ready * self.block_size
         sequence.num_committed_blocks = match.num_ready
+        self._adopt(sequence)
         if match.num_ready == match.num_blocks:
             self._count_sources(sequence, match.tiers)
         if self.enable_prefix_caching:
             for block_hash in sequence.full_block_hashes(self.block_size)[match.num_ready :]:
                 self._computing.setdefault(block_hash, sequence)
         return True
+
+    def _adopt(self, sequence: Sequence) -> None:
+        """Count what the sequence's committed blocks hold as computed, but for its last token."""
+        sequence.num_computed = min(sequence.num_committed_blocks * self.block_size, sequence.num_tokens - 1)
 
     def _introduce(self, sequence: Sequence) -> None:
         """Say whose the sequence's blocks are, and what the client calls its prompt."""
@@ -244,6 +247,7 @@ class CacheManager:
             tiers = [Tier.DEVICE] * first + [item.tier for item in restore.items[:usable]]
             sequence.num_computed = (first + usable) * self.block_size
             self.commit(sequence, tiers)
+            self._adopt(sequence)
             self._count_sources(sequence, tiers)
             resumed.append(sequence)
         return resumed
@@ -251,15 +255,7 @@ class CacheManager:
     def _count_sources(self, sequence: Sequence, tiers: Iterable[Tier]) -> None:
         """Once per request: where its prompt's tokens come from. What a preempted sequence finds again is not counted."""
         if sequence.sources is None:
-            counts = dict.fromkeys(Tier, 0)
-            for tier in tiers:
-                counts[tier] += self.block_size
-            sequence.sources = TokenSources(
-                device=counts[Tier.DEVICE],
-                host=counts[Tier.HOST],
-                disk=counts[Tier.DISK],
-                computed=sequence.num_prompt_tokens - sum(counts.values()),
-            )
+            sequence.sources = TokenSources.of_prompt(tiers, self.block_size, sequence.num_prompt_tokens)
 
     def _info(self, sequence: Sequence, index: int) -> BlockInfo:
         hashes = sequence.full_block_hashes(self.block_size)

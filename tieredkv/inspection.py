@@ -17,7 +17,7 @@ from tieredkv.gate import CostGate
 from tieredkv.prefix_tree import View
 from tieredkv.reports import BlockReport, CacheReport, GateReport, LookupReport, LookupSpan, TierReport
 from tieredkv.storage.tier import NEVER
-from tieredkv.types import DEFAULT_PRIORITY, Tier
+from tieredkv.types import DEFAULT_PRIORITY, Tier, TokenSources
 
 # The longest prefix, in blocks, for which it is asked whether bringing it up pays.
 _MOST_BLOCKS = 1 << 16
@@ -248,30 +248,29 @@ def lookup_report(core: EngineCore, num_tokens: int, hashes: Sequence[bytes], di
     the first `disk_length`.
     """
     block_size, pool, tiers, gate = core.block_size, core.pool, core.tiers, core.gate
-    usable = hashes[: max(num_tokens - 1, 0) // block_size] if core.cache.enable_prefix_caching else []
+    usable = hashes if core.cache.enable_prefix_caching else []
     near = next((i for i, h in enumerate(usable) if pool.find(h) is None), len(usable))
     found = [Tier.DEVICE] * near
     if tiers is not None:
         found += tiers.locate(usable, near, disk_length)
-    counts = {tier: found.count(tier) * block_size for tier in Tier}
-    cached = sum(counts.values())
-    below = [tier for tier in (Tier.HOST, Tier.DISK) if counts[tier]]
+    sources = TokenSources.of_prompt(found, block_size, num_tokens)
+    below = [tier for tier in (Tier.HOST, Tier.DISK) if tier in found]
     restore_s: float | None = 0.0
     for tier in below:
-        seconds = gate.load_seconds(tier, counts[tier] // block_size)
+        seconds = gate.load_seconds(tier, found.count(tier))
         restore_s = None if seconds is None or restore_s is None else restore_s + seconds
     measured = gate.prefill.per_s is not None
-    saved_s = gate.prefill_seconds(cached) - restore_s if measured and restore_s is not None else None
+    saved_s = gate.prefill_seconds(sources.cached) - restore_s if measured and restore_s is not None else None
     return LookupReport(
         num_tokens=num_tokens,
         num_blocks=len(hashes),
         spans=_spans([_where(core, h, i < disk_length) for i, h in enumerate(hashes)], block_size, num_tokens),
-        device_tokens=counts[Tier.DEVICE],
-        host_tokens=counts[Tier.HOST],
-        disk_tokens=counts[Tier.DISK],
-        computed_tokens=num_tokens - cached,
+        device_tokens=sources.device,
+        host_tokens=sources.host,
+        disk_tokens=sources.disk,
+        computed_tokens=sources.computed,
         restore_seconds=restore_s,
-        compute_seconds=gate.prefill_seconds(num_tokens - cached) if measured else None,
+        compute_seconds=gate.prefill_seconds(sources.computed) if measured else None,
         saved_seconds=saved_s,
         hashes=[h.hex() for h in hashes],
     )

@@ -6,7 +6,7 @@ Invariants: `TokenSources.total` of a request equals its number of prompt tokens
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -138,6 +138,16 @@ class TokenSources:
     host: int = 0
     disk: int = 0
     computed: int = 0
+
+    @classmethod
+    def of_prompt(cls, tiers: Iterable[Tier], block_size: int, num_tokens: int) -> TokenSources:
+        """A prompt of `num_tokens` whose leading blocks lie in `tiers`. Its last token is computed in any case."""
+        sources = cls(computed=num_tokens)
+        for tier in tiers:
+            count = min(block_size, sources.computed - 1)
+            setattr(sources, tier.value, getattr(sources, tier.value) + count)
+            sources.computed -= count
+        return sources
 
     def add(self, other: TokenSources) -> None:
         self.device += other.device

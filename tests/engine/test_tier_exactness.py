@@ -75,6 +75,26 @@ def test_disk_restored_and_restarted(arch, folder, tmp_path):
             assert output.sources.disk == (len(output.prompt_token_ids) - 1) // 16 * 16
 
 
+@pytest.mark.parametrize("arch", [ARCHITECTURES[0], *WINDOWED])
+@pytest.mark.parametrize("length", [16, 96])
+def test_a_prompt_that_is_resident_in_full_computes_its_last_token_alone(arch, length, folder, tmp_path):
+    path = folder(arch)
+    prompt = random_prompt(length, seed=5)
+    store = {"disk_path": str(tmp_path / "store")}
+    with load(path, **SMALL, **store, host_memory="16MiB") as llm:
+        check(llm, path, [prompt], num_tokens=20)
+        settle(llm)
+        assert check(llm, path, [prompt], num_tokens=20)[0].sources.device == length - 1
+        for other in prompts_of(6):
+            check(llm, path, [other], num_tokens=4)
+            settle(llm)
+        assert check(llm, path, [prompt], num_tokens=20)[0].sources.host == length - 1
+    with load(path, **SMALL, **store, host_memory="0") as llm:
+        outputs = check(llm, path, [prompt, prompt], num_tokens=20)
+        assert outputs[0].sources.disk == length - 1
+        assert all(output.sources.computed == 1 for output in outputs)
+
+
 def test_preemption_over_the_tiers(folder, tmp_path):
     path = folder(ARCHITECTURES[0])
     settings = {

@@ -68,7 +68,7 @@ def test_the_longest_prompts_are_computed_as_far_as_a_request_can(engine, cut):
         assert (report.state, report.num_prompts_failed, report.num_tokens_done) == ("done", 0, len(prompt))
         longest = prompt[: engine.max_model_len - 1]
         found = (await sources_of(engine, "later", longest)).device
-        assert found == (len(longest) - 1) // BLOCK * BLOCK
+        assert found == min(len(longest) // BLOCK * BLOCK, len(longest) - 1)
         pinned = await asyncio.wrap_future(engine.call(lambda core: core.pins.pin(prompt)))
         assert pinned.num_present == pinned.num_blocks
         assert pinned.num_missing == 0

@@ -40,6 +40,7 @@ DEFAULT_CAPACITIES = (1_000, 3_000, 6_000, 10_000, 30_000, 50_000, 100_000, UNLI
 DEFAULT_POLICIES = ("lru", *POLICIES)
 _PAYLOAD_NBYTES = 8
 _NAMESPACE = _ROOT = bytes(32)
+_ANSWER = b"\xff" * 32
 _SAMPLING = SamplingParams(max_tokens=1)
 
 
@@ -116,8 +117,8 @@ def _sequence(request: TracedRequest, capacity: int) -> TokenSequence:
     """A sequence with one token a block, and one more that is always computed. A prompt longer than the pool is cut."""
     blocks = request.blocks[: max(capacity - 1, 0)]
     sequence = TokenSequence(EngineRequest("simulated", [0] * (len(blocks) + 1), _SAMPLING), _ROOT)
-    # The last one stands for the block that the answer begins: nobody asks for it.
-    sequence.block_hashes = [*blocks, bytes(32)]
+    # The last one stands for the block that the answer begins: no trace has it.
+    sequence.block_hashes = [*blocks, _ANSWER]
     return sequence
 
 
