@@ -236,6 +236,8 @@ def vllm_server(
         "PATH": f"{venv / 'bin'}:{os.environ.get('PATH', '')}",
     }
     flags = ["--served-model-name", MODEL_NAME, "--dtype", "bfloat16", "--block-size", "32"]
+    # Without it no answer says how much of its prompt was cached.
+    flags.append("--enable-prompt-tokens-details")
     quiet = ["--uvicorn-log-level", "warning", "--disable-uvicorn-access-log"]
     command = [str(venv / "bin" / "vllm"), "serve", str(model_dir), "--host", "127.0.0.1", "--port", "{port}"]
     return Server(name, [*command, *flags, *quiet, *extra], environ=environ, start_timeout_s=start_timeout_s)
