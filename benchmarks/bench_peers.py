@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, servers
+from benchmarks import machine, memory_map, servers
 from benchmarks.bench_serving import Prompts, generate, generate_together, model_folder, running, say
 from benchmarks.figures import RESULTS
 from benchmarks.servers import MODEL_NAME, Server, ServerError
@@ -327,8 +327,7 @@ def tenfold(bench: Bench) -> list[Row]:
 
 
 def footprint(bench: Bench) -> list[Row]:
-    import psutil
-
+    """Three starts with one store, the first not counted; memory after four prompts in the last."""
     with tempfile.TemporaryDirectory(prefix="bench-peers-") as folder:
         flags = ("--disk-path", f"{folder}/own", "--kv-cache-memory", "256MiB", "--host-memory", "256MiB")
         ready = []
@@ -336,15 +335,11 @@ def footprint(bench: Bench) -> list[Row]:
             with bench.started(bench.ours(*flags), pause=False) as server:
                 ready.append(server.start_s)
                 asyncio.run(warm_up(bench, server))
-                facts = json.loads(servers.http_get(f"{server.url}/admin/cache")[1])
-                used = psutil.Process(server.pid).memory_info().rss
-                # The pages of an open store count as resident; they are the system's cache, not the server's memory.
-                mapped = sum(m.rss for m in psutil.Process(server.pid).memory_maps() if m.path.startswith(folder))
-    weights = sum(f.stat().st_size for f in model_folder().glob("*.safetensors"))
-    held = sum(t["capacity_nbytes"] for t in facts["tiers"] if t["tier"] in ("device", "host"))
-    # Of pool and arena only touched pages are resident: the server's own memory is at least what remains.
-    touched = sum(t["used_nbytes"] for t in facts["tiers"] if t["tier"] in ("device", "host"))
-    own_mib = (used - mapped - weights - min(held, touched)) / 1024**2
+                found = memory_map.resident_of(server.pid, Path(folder))
+    say(f"resident: {found}; ready after {', '.join(f'{start_s:.1f}' for start_s in ready)} s")
+    # The checkpoint is in the precision that is served, so its size is that of one copy of the weights.
+    weights_nbytes = sum(f.stat().st_size for f in model_folder().glob("*.safetensors"))
+    own_mib = found.overhead_nbytes(weights_nbytes) / 1024**2
     return [
         absolute("resident memory beyond weights, pool, arena", "MiB", own_mib, LOWER, 600),
         absolute("serve to ready, later starts", "s", max(ready[1:]), LOWER, 6.0),
@@ -368,19 +363,16 @@ def sharegpt(bench: Bench) -> list[Row]:
         dataset="sharegpt", num_prompts=bench.options.sharegpt, output_len=0, max_input_len=1000
     )
     pace = load.Pace(request_rate=bench.options.rate, seed=1)
-    found = {}
-    contenders = [bench.ours("--no-enable-prefix-caching"), bench.ours()]
+    contenders = [bench.ours()]
     if servers.is_set_up("vllm"):
         contenders.append(servers.vllm_server(model_folder()))
-    for number, server in enumerate(contenders):
+    found = {}
+    for server in contenders:
         with bench.started(server, pause=False):
             asyncio.run(warm_up(bench, server))
-            found["off" if number == 0 else server.name] = _passes(server, options, pace, 1 if number == 0 else 2)
+            found[server.name] = _passes(server, options, pace, 2)
     rows = []
-    for name, passes in found.items():
-        if name == "off":
-            continue
-        first, second = passes
+    for name, (first, second) in found.items():
         label = "second pass of ShareGPT-like file" + ("" if name == "tieredkv" else f", {name}")
         rows += [
             absolute(f"{label}: hit rate", "%", 100 * second["hit_rate"], HIGHER, 96.0),

@@ -82,7 +82,7 @@ class _Postponed(ModuleType):
 
 def _postpone(name: str, **known: Callable[..., Any]) -> None:
     """Put a stand-in that has the `known` names where the module `name` is looked for, unless that is there already."""
-    parent = importlib.import_module(name.rpartition(".")[0])
+    parent, _, child = name.rpartition(".")
     spec = importlib.util.find_spec(name)
     if spec is None or name in sys.modules:
         return
@@ -90,7 +90,8 @@ def _postpone(name: str, **known: Callable[..., Any]) -> None:
     module.__class__ = _Postponed
     module.__dict__.update(known)
     sys.modules[name] = module
-    setattr(parent, name.rpartition(".")[2], module)
+    if parent:
+        setattr(sys.modules[parent], child, module)
 
 
 def _unchanged(function: Any) -> Any:

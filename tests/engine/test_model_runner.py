@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import random
 from array import array
@@ -128,6 +129,19 @@ def test_tied_embeddings_survive(folder, tmp_path):
     (found,) = run_at_random(runner, made)
     expected = stock_logits(path, made[0].token_ids)
     assert all(torch.allclose(row, expected[at], rtol=1e-4, atol=1e-3) for at, row in found.items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_nothing_of_a_packed_model_stays_in_its_files(folder, dtype, tied):
+    """Weights in the files' precision are mapped, not read: one tensor left there keeps all of them in memory."""
+    path = folder("llama", tie_word_embeddings=tied, torch_dtype=dtype)
+    loaded, chosen = load(path, dtype=dtype)
+    runner = ModelRunner(loaded, chosen)
+    runner.self_check()
+    assert isinstance(runner.forward, fused.FusedModel)
+    gc.collect()
+    assert str(path) not in Path("/proc/self/maps").read_text()
 
 
 def test_execute_samples_where_a_sequence_ends(folder):

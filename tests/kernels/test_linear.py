@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tieredkv.errors import InvariantError
 from tieredkv.linear import StackedLinear
 
 
@@ -46,3 +47,19 @@ def test_a_shared_weight_survives_packing():
     before = linear.weight.clone()
     StackedLinear([linear]).pack(release=False)
     assert torch.equal(linear.weight, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_can_be_read_gives_its_rows(dtype):
+    linear = nn.Linear(64, 96, bias=False).to(dtype)
+    before = linear.weight.detach().clone()
+    stacked = StackedLinear([linear])
+    can_be_read = stacked.can_be_read
+    stacked.pack()
+    numbers = torch.tensor([0, 95, 31, 32, 16, 15, 31])
+    if can_be_read:
+        assert torch.equal(stacked.weight_rows(numbers), before[numbers])
+        assert stacked.weight_rows(numbers[:0]).shape == (0, 64)
+    else:
+        with pytest.raises(InvariantError):
+            stacked.weight_rows(numbers)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import memory_map
 from tieredkv import runtime
 
 ALLOCATOR, OPENMP = Path("/lib/libtcmalloc_minimal.so.4"), Path("/lib/libiomp5.so")
@@ -70,3 +71,38 @@ def test_a_caller_that_is_another_program_is_not_replaced(installed, monkeypatch
 
 def test_there_is_at_least_one_core():
     assert 1 <= runtime.num_cores() <= (os.cpu_count() or 1)
+
+
+def test_memory_for_blocks_is_counted_apart_from_everything_else():
+    nbytes = 8 * 1024**2
+    memory = runtime.anonymous_memory(nbytes)
+    account = Path("/proc/self/smaps").read_text
+    before = memory_map.resident(account(), Path("/nowhere"))
+    memory[:] = b"x" * nbytes
+    after = memory_map.resident(account(), Path("/nowhere"))
+    assert after.blocks - before.blocks == nbytes
+    memory.close()
+    assert memory_map.resident(account(), Path("/nowhere")).blocks == before.blocks
+
+
+def test_every_mapping_is_of_one_kind():
+    def mapping(path, nbytes, flags="rd wr mr"):
+        return f"7f0-7f8 rw-p 00000000 00:00 0 {path}\nRss: {nbytes // 1024} kB\nAnonymous: 4 kB\nVmFlags: {flags} \n"
+
+    found = memory_map.resident(
+        mapping("", 1 << 20)
+        + mapping("[heap]", 2 << 20)
+        + mapping("", 4 << 20, "rd wr dd hg")
+        + mapping("/store/of mine/data.mdb", 8 << 20)
+        + mapping("/model/model.safetensors", 16 << 20)
+        + mapping("/lib/libtorch.so", 32 << 20),
+        Path("/store/of mine"),
+    )
+    assert found == memory_map.Resident(
+        memory=3 << 20, blocks=4 << 20, store=8 << 20, checkpoint=16 << 20, libraries=32 << 20
+    )
+    assert found.overhead_nbytes(weights_nbytes=1 << 20) == 50 << 20
+
+
+def test_free_memory_can_be_released_whatever_the_allocator():
+    runtime.release_free_memory()
