@@ -1,8 +1,8 @@
 """The verbs of the admin API over a running engine: inspect, pin, warm, demote, clear, flush, verify, follow.
 
-    asyncio loop     Admin          one coroutine per verb
-    engine thread    inspection, clearing, pins       by `Engine.call`, a few milliseconds at a time
-    storage thread   prefix_tree, audit               by `DiskTier.ask`; removal by `DiskTier.change`
+    asyncio loop     Admin          one coroutine per verb, which asks by way of `Reach`
+    engine thread    inspection, clearing, pins       a few milliseconds at a time
+    storage thread   prefix_tree, audit, removal
 
 Knows no HTTP. `scope` is None for an administrator, or the owner label of a tenant, to whom everything of other owners is
 as if it did not exist.
@@ -16,11 +16,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from tieredkv import hashing, inspection, upkeep
 from tieredkv.branches import Root
@@ -28,7 +27,8 @@ from tieredkv.config import Config
 from tieredkv.core import EngineCore
 from tieredkv.errors import CapacityError, RequestError, StorageError
 from tieredkv.event_feed import follow
-from tieredkv.prefix_tree import PrefixTree, View
+from tieredkv.prefix_tree import PrefixTree
+from tieredkv.reach import Reach
 from tieredkv.removing import Removal, Selection
 from tieredkv.reports import (
     BlockReport,
@@ -46,20 +46,13 @@ from tieredkv.reports import (
     RemovalReport,
     VerifyReport,
 )
-from tieredkv.storage.disk import DiskStore
-from tieredkv.storage.listing import StoreListing
 from tieredkv.types import Tier
 from tieredkv.warming import Warming, WarmPrompt
 
 if TYPE_CHECKING:
     from tieredkv.engine import Engine
 
-T = TypeVar("T")
-
 MAX_PAGE = 1000
-ENGINE_TIMEOUT_S = 60.0
-"""A step of the engine may take seconds; what takes longer than this has gone wrong."""
-DISK_TIMEOUT_S = 30.0
 PIN_TIMEOUT_S = 5.0
 PINS_AT_ONCE = 100
 """Pins reported between two steps of the engine."""
@@ -72,59 +65,22 @@ class Admin:
 
     def __init__(self, engine: Engine, config: Config, warming: Warming | None) -> None:
         self._engine = engine
-        self._config = config
+        self._reach = Reach(engine, show_text=config.admin.admin_show_text)
         self._warming = warming
         self._started_s = time.monotonic()
         self._changing = asyncio.Lock()
         self._verifying = asyncio.Lock()
-
-    # -- the threads ---------------------------------------------------------------------------------------------------
-
-    async def _call(self, function: Callable[[EngineCore], T]) -> T:
-        """Run `function` on the engine thread. Raises `CapacityError` if the engine is gone or takes too long."""
-        return await self._wait(self._engine.call(function), ENGINE_TIMEOUT_S)
-
-    async def _wait(self, future: Future[T], timeout_s: float) -> T:
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
-        except TimeoutError:
-            raise CapacityError(f"no answer within {timeout_s:.0f} seconds", status=503) from None
-
-    async def _on_disk(self, function: Callable[[DiskStore], T], timeout_s: float) -> T | None:
-        """Run `function` on the store, in a thread that changes nothing; None without a disk tier. Raises `StorageError`."""
-        disk = await self._call(lambda core: None if core.tiers is None else core.tiers.disk)
-        return None if disk is None else await self._wait(disk.ask(function), timeout_s)
-
-    async def _look(self, function: Callable[[PrefixTree], T]) -> T:
-        """Run `function` over the prefix tree of all tiers; of those that work, if the disk does not."""
-        view, namespace = await self._call(lambda core: (inspection.take_view(core), core.namespace))
-
-        def on_store(store: DiskStore) -> list[T]:
-            with store.listing(namespace) as listing:
-                return [function(self._tree(view, listing))]
-
-        try:
-            found = await self._on_disk(on_store, DISK_TIMEOUT_S)
-        except StorageError:
-            found = None
-        return found[0] if found is not None else await asyncio.to_thread(lambda: function(self._tree(view, None)))
-
-    def _tree(self, view: View, listing: StoreListing | None) -> PrefixTree:
-        return PrefixTree(view, listing, self._decode if self._config.admin.admin_show_text else None)
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._engine.tokenizer.decode(list(token_ids))
 
     # -- inspection ----------------------------------------------------------------------------------------------------
 
     async def cache(self) -> CacheReport:
         """All tiers, the gate, requests, pins and jobs now."""
         try:
-            store_id = await self._on_disk(lambda store: store.store_id, DISK_TIMEOUT_S)
+            store_id = await self._reach.on_disk(lambda store: store.store_id)
         except StorageError:
             store_id = None
         fixed = inspection.Fixed(self._engine.model_name, self._started_s, store_id)
-        report = await self._call(lambda core: inspection.cache_report(core, fixed))
+        report = await self._reach.call(lambda core: inspection.cache_report(core, fixed))
         return replace(report, jobs=[] if self._warming is None else self._warming.jobs(scope=None))
 
     async def prefixes(
@@ -158,7 +114,7 @@ class Admin:
                 )
             )
 
-        page = await self._look(lambda tree: tree.page(start, limit, accept))
+        page = await self._reach.look(lambda tree: tree.page(start, limit, accept))
         return PrefixPage(page.prefixes, None if page.next_start is None else page.next_start.hex(), page.num_total)
 
     async def prefix(self, prefix_id: str, *, scope: str | None = None) -> PrefixDetail:
@@ -172,29 +128,29 @@ class Admin:
             blocks = [report for h in branch.hashes if (report := tree.block(h)) is not None]
             return PrefixDetail(tree.report(branch), blocks)
 
-        detail = await self._look(find)
+        detail = await self._reach.look(find)
         if detail is None or scope not in (None, detail.prefix.tenant):
             raise RequestError("there is no such prefix", param="prefix", status=404)
-        return replace(detail, blocks=await self._call(lambda core: inspection.complete(core, detail.blocks)))
+        return replace(detail, blocks=await self._reach.call(lambda core: inspection.complete(core, detail.blocks)))
 
     async def block(self, block_hash: str, *, scope: str | None = None) -> BlockReport:
         """One block. Raises `RequestError` with status 404."""
         name = _parse_hash(block_hash, "block")
-        report = await self._look(lambda tree: tree.block(name))
+        report = await self._reach.look(lambda tree: tree.block(name))
         if report is None or scope not in (None, report.tenant):
             raise RequestError("there is no such block", param="block", status=404)
-        return (await self._call(lambda core: inspection.complete(core, [report])))[0]
+        return (await self._reach.call(lambda core: inspection.complete(core, [report])))[0]
 
     async def lookup(self, token_ids: list[int], *, tenant: bytes) -> LookupReport:
         """What a request with these prompt tokens would find; changes nothing."""
-        namespace, block_size = await self._call(lambda core: (core.namespace, core.block_size))
+        namespace, block_size = await self._reach.call(lambda core: (core.namespace, core.block_size))
         root = hashing.root_hash(namespace, tenant)
         hashes = await asyncio.to_thread(hashing.full_block_hashes, root, token_ids, block_size)
         try:
-            length = await self._on_disk(lambda store: store.longest_prefix(hashes), DISK_TIMEOUT_S)
+            length = await self._reach.on_disk(lambda store: store.longest_prefix(hashes))
         except StorageError:
             length = 0
-        return await self._call(lambda core: inspection.lookup_report(core, len(token_ids), hashes, length or 0))
+        return await self._reach.call(lambda core: inspection.lookup_report(core, len(token_ids), hashes, length or 0))
 
     # -- pins and warming ----------------------------------------------------------------------------------------------
 
@@ -222,14 +178,14 @@ class Admin:
             token_ids, root = await self._chain(prefix_id, scope)
             tenant, owner = root.tenant, root.owner if scope is None else owner
         wanted = token_ids or []
-        report = await self._call(
+        report = await self._reach.call(
             lambda core: core.pins.pin(wanted, tenant=tenant, owner=owner, tier=tier, ttl_s=ttl_s, name=name)
         )
         if not report.id:
             return report
         saved = await self._is_saved(report.id)
         # By now the store has told what it holds of the pin.
-        now = await self._call(lambda core: core.pins.get(report.id))
+        now = await self._reach.call(lambda core: core.pins.get(report.id))
         report = now or report
         if warm and self._warming is not None and report.num_present < report.num_blocks:
             report = replace(
@@ -248,7 +204,7 @@ class Admin:
             about = None if found is None else tree.about(tree.root(last))
             return None if found is None or about is None else (found, about)
 
-        found = await self._look(find)
+        found = await self._reach.look(find)
         if found is None or scope not in (None, found[1].owner):
             raise RequestError("there is no such prefix, or not all of it", param="prefix", status=404)
         return found
@@ -280,18 +236,18 @@ class Admin:
         await self._pins_known()
         return [
             self._jobs.start(prompts, name="pins after a restart", kind="pin", owner=owner)
-            for owner, prompts in (await self._call(missing)).items()
+            for owner, prompts in (await self._reach.call(missing)).items()
         ]
 
     async def _pins_known(self) -> None:
         """Wait for what the store was asked about pins, above all after a start; at most some seconds."""
         deadline_s = time.monotonic() + PIN_TIMEOUT_S
-        while time.monotonic() < deadline_s and await self._call(lambda core: core.pins.busy):
+        while time.monotonic() < deadline_s and await self._reach.call(lambda core: core.pins.busy):
             await asyncio.sleep(0.005)
 
     async def _is_saved(self, pin_id: str) -> bool:
         deadline_s = time.monotonic() + PIN_TIMEOUT_S
-        while not await self._call(lambda core: core.pins.is_saved(pin_id)):
+        while not await self._reach.call(lambda core: core.pins.is_saved(pin_id)):
             if time.monotonic() >= deadline_s:
                 return False
             await asyncio.sleep(0.01)
@@ -300,21 +256,21 @@ class Admin:
     async def pins(self, *, scope: str | None = None) -> list[PinReport]:
         """All pins, the newest first; each as it stood when its turn came."""
         await self._pins_known()
-        ids = await self._call(lambda core: core.pins.ids(scope=scope))
+        ids = await self._reach.call(lambda core: core.pins.ids(scope=scope))
         reports: list[PinReport] = []
         for at in range(0, len(ids), PINS_AT_ONCE):
-            reports += await self._call(partial(_pin_reports, ids=ids[at : at + PINS_AT_ONCE]))
+            reports += await self._reach.call(partial(_pin_reports, ids=ids[at : at + PINS_AT_ONCE]))
         return reports
 
     async def get_pin(self, pin_id: str, *, scope: str | None = None) -> PinReport:
         """One pin. Raises `RequestError` with status 404."""
         await self._pins_known()
-        return _found(await self._call(lambda core: core.pins.get(pin_id, scope=scope)))
+        return _found(await self._reach.call(lambda core: core.pins.get(pin_id, scope=scope)))
 
     async def unpin(self, pin_id: str, *, scope: str | None = None) -> PinReport:
         """Take a pin away; returns what it was. Raises `RequestError` with status 404."""
         await self._pins_known()
-        return _found(await self._call(lambda core: core.pins.unpin(pin_id, scope=scope)))
+        return _found(await self._reach.call(lambda core: core.pins.unpin(pin_id, scope=scope)))
 
     @property
     def _jobs(self) -> Warming:
@@ -356,7 +312,7 @@ class Admin:
             raise RequestError("there is no tier below the disk", param="tiers")
         selection = Selection(_prefix_or_none(prefix_id), tenant, scope)
         async with self._alone():
-            return await Removal(self._call, self._look, self._change).demote(tiers, selection)
+            return await Removal(self._reach).demote(tiers, selection)
 
     async def clear(
         self,
@@ -373,9 +329,7 @@ class Admin:
         """
         selection = Selection(_prefix_or_none(prefix_id), tenant, scope)
         async with self._alone():
-            return await Removal(self._call, self._look, self._change).clear(
-                set(Tier) if tiers is None else set(tiers), selection
-            )
+            return await Removal(self._reach).clear(set(Tier) if tiers is None else set(tiers), selection)
 
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncGenerator[None, None]:
@@ -389,16 +343,11 @@ class Admin:
         finally:
             self._changing.release()
 
-    async def _change(self, function: Callable[[DiskStore], T], timeout_s: float) -> T | None:
-        """Run `function` in the writer thread, behind what was queued before; None without a disk tier."""
-        disk = await self._call(lambda core: None if core.tiers is None else core.tiers.disk)
-        return None if disk is None else await self._wait(disk.change(function), timeout_s)
-
     # -- upkeep --------------------------------------------------------------------------------------------------------
 
     async def flush(self, timeout_s: float) -> FlushReport:
         """Save everything that a restart would lose, within `timeout_s` seconds, beside what the engine does."""
-        return await upkeep.flush(self._call, self._change, timeout_s)
+        return await upkeep.flush(self._reach, timeout_s)
 
     async def verify(self) -> VerifyReport:
         """Check the blocks of every tier: recount device and host, read and compare every record on disk. What is wrong on disk
@@ -407,13 +356,13 @@ class Admin:
         if self._verifying.locked():
             raise CapacityError("a check is running already", status=503, retry_after_s=10)
         async with self._verifying:
-            return await upkeep.verify(self._call, self._on_disk)
+            return await upkeep.verify(self._reach)
 
     def events(
         self, *, since: tuple[str, int] | None = None
     ) -> AsyncGenerator[CacheEvent | EventSnapshot | EventGap, None]:
         """Changes of the tiers from (epoch, sequence) `since` on, or from a snapshot. Endless: close it when done."""
-        return follow(self._call, self._on_disk, since)
+        return follow(self._reach, since)
 
 
 def _parse_hash(text: str, param: str, *, status: int = 404) -> bytes:

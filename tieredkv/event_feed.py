@@ -9,34 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from functools import partial
-from typing import Protocol, TypeVar
 
 from tieredkv.branches import Node
-from tieredkv.core import EngineCore
 from tieredkv.errors import CapacityError, StorageError
 from tieredkv.events import BREAK, EventLog
+from tieredkv.reach import Reach
 from tieredkv.reports import CacheEvent, EventGap, EventSnapshot
 from tieredkv.storage.disk import DiskStore
 from tieredkv.types import Tier
 
-T = TypeVar("T")
 PART_HASHES = 4096
 """Hashes per part of a snapshot."""
-DISK_TIMEOUT_S = 30.0
-
-
-class CallEngine(Protocol):
-    def __call__(self, function: Callable[[EngineCore], T], /) -> Awaitable[T]: ...
-
-
-class AskDisk(Protocol):
-    def __call__(self, function: Callable[[DiskStore], T], timeout_s: float, /) -> Awaitable[T | None]: ...
 
 
 async def follow(
-    call: CallEngine, on_disk: AskDisk, since: tuple[str, int] | None
+    reach: Reach, since: tuple[str, int] | None
 ) -> AsyncGenerator[CacheEvent | EventSnapshot | EventGap, None]:
     """Events after (epoch, sequence) `since` if they are all kept, else a gap, a snapshot and what follows it; endless."""
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
@@ -46,7 +35,7 @@ async def follow(
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(changed.set)
 
-    log, stop = await call(lambda core: (core.events, core.events.listen(wake)))
+    log, stop = await reach.call(lambda core: (core.events, core.events.listen(wake)))
     try:
         last: int | None = None
         if since is not None:
@@ -58,7 +47,7 @@ async def follow(
                 last = since[1]
         while True:
             if last is None:
-                async for part in _snapshot(call, on_disk):
+                async for part in _snapshot(reach):
                     yield part
                     last = part.sequence
                 continue
@@ -88,9 +77,11 @@ def _next(log: EventLog, last: int) -> CacheEvent | EventGap | None:
     return entry.report()
 
 
-async def _snapshot(call: CallEngine, on_disk: AskDisk) -> AsyncIterator[EventSnapshot]:
+async def _snapshot(reach: Reach) -> AsyncIterator[EventSnapshot]:
     """What the tiers hold, in parts; the last one is that with `part == num_parts - 1`."""
-    snapshot, epoch, namespace = await call(lambda core: (core.branches.snapshot(), core.events.epoch, core.namespace))
+    snapshot, epoch, namespace = await reach.call(
+        lambda core: (core.branches.snapshot(), core.events.epoch, core.namespace)
+    )
     number, complete = 0, True
 
     def part(hashes_by_tier: dict[Tier, list[str]], *, last: bool) -> EventSnapshot:
@@ -109,7 +100,7 @@ async def _snapshot(call: CallEngine, on_disk: AskDisk) -> AsyncIterator[EventSn
             yield part({Tier.DISK: pending}, last=False)
             number += 1
         try:
-            found = await on_disk(partial(_disk_part, namespace=namespace, start=start), DISK_TIMEOUT_S)
+            found = await reach.on_disk(partial(_disk_part, namespace=namespace, start=start))
         except (StorageError, CapacityError):
             found, complete = None, False
         pending, start = found if found is not None else ([], None)

@@ -14,33 +14,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
 
 from tieredkv import clearing
 from tieredkv.clearing import SLICE_BLOCKS, Slice
 from tieredkv.core import EngineCore
 from tieredkv.errors import CapacityError, RequestError, StorageError
-from tieredkv.event_feed import AskDisk, CallEngine
 from tieredkv.prefix_tree import PrefixTree
+from tieredkv.reach import Reach
 from tieredkv.reports import RemovalReport, TierRemoval
 from tieredkv.storage.disk import DiskStore
 from tieredkv.storage.removal import ClearOutcome
 from tieredkv.types import Tier
-
-T = TypeVar("T")
 
 SETTLE_TIMEOUT_S = 10.0
 """Longest wait for copies and reads that had begun before."""
 DISK_TIMEOUT_S = 120.0
 DEMOTE_TIMEOUT_S = 10.0
 _LOOK_AGAIN_S = 0.02
-
-
-class Look(Protocol):
-    def __call__(self, function: Callable[[PrefixTree], T], /) -> Awaitable[T]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,26 +91,24 @@ def _on_core(core: EngineCore, *, work: Callable[[EngineCore, Sequence[bytes]], 
 class Removal:
     """One verb at work. The four functions reach the engine, the store, the tree and the store's writer."""
 
-    def __init__(self, call: CallEngine, look: Look, change: AskDisk) -> None:
-        self._call = call
-        self._look = look
-        self._change = change
+    def __init__(self, reach: Reach) -> None:
+        self._reach = reach
 
     async def _choose(self, selection: Selection) -> Chosen:
-        chosen = await self._look(lambda tree: choose(tree, selection))
+        chosen = await self._reach.look(lambda tree: choose(tree, selection))
         if chosen is None:
             raise RequestError("there is no such prefix", param="prefix", status=404)
         return chosen
 
     async def _again(self, chosen: Chosen) -> Chosen:
         """What of the same choice is there now."""
-        return await self._look(lambda tree: _chosen(tree, chosen.roots, chosen.below))
+        return await self._reach.look(lambda tree: _chosen(tree, chosen.roots, chosen.below))
 
     async def _sliced(self, hashes: Sequence[bytes], work: Callable[[EngineCore, Sequence[bytes]], Slice]) -> Slice:
         total = Slice()
         for at in range(0, len(hashes), SLICE_BLOCKS):
             part = hashes[at : at + SLICE_BLOCKS]
-            total.add(await self._call(partial(_on_core, work=work, part=part)))
+            total.add(await self._reach.call(partial(_on_core, work=work, part=part)))
         return total
 
     # -- clear ---------------------------------------------------------------------------------------------------------
@@ -141,14 +132,14 @@ class Removal:
         return _report(reports)
 
     async def _clear_disk(self, chosen: Chosen) -> TierRemoval:
-        namespace = await self._call(lambda core: core.namespace)
+        namespace = await self._reach.call(lambda core: core.namespace)
 
         def clear(store: DiskStore) -> ClearOutcome:
             below = None if chosen.below is None else [chosen.below]
             return store.clear(namespace=namespace, roots=chosen.roots, below=below)
 
         try:
-            done = await self._change(clear, DISK_TIMEOUT_S)
+            done = await self._reach.change(clear, DISK_TIMEOUT_S)
         except (StorageError, CapacityError) as error:
             return TierRemoval(Tier.DISK, 0, error=str(error))
         if done is None:
@@ -187,7 +178,7 @@ class Removal:
     async def demote(self, tiers: Collection[Tier], selection: Selection) -> RemovalReport:
         """Move the selection out of `tiers`, the device first. Raises `RequestError` with status 404 for an unknown prefix."""
         chosen = await self._choose(selection)
-        has_host, has_disk = await self._call(_lower_tiers)
+        has_host, has_disk = await self._reach.call(_lower_tiers)
         reports: dict[Tier, TierRemoval] = {}
         for tier, has_lower in ((Tier.DEVICE, has_host or has_disk), (Tier.HOST, has_disk)):
             if tier not in tiers:

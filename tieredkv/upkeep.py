@@ -15,7 +15,7 @@ import time
 from tieredkv import inspection
 from tieredkv.core import EngineCore
 from tieredkv.errors import CapacityError, InvariantError, StorageError
-from tieredkv.event_feed import AskDisk, CallEngine
+from tieredkv.reach import Reach
 from tieredkv.reports import Finding, FlushReport, VerifyReport
 from tieredkv.storage.audit import Report
 from tieredkv.types import Tier
@@ -25,17 +25,17 @@ _ANSWER_TIMEOUT_S = 30.0
 """What an audit gets to end by itself after its time is over."""
 
 
-async def flush(call: CallEngine, change: AskDisk, timeout_s: float) -> FlushReport:
-    """Save everything that a restart would lose, within `timeout_s` seconds. `change` reaches the store's writer."""
+async def flush(reach: Reach, timeout_s: float) -> FlushReport:
+    """Save everything that a restart would lose, within `timeout_s` seconds."""
     deadline_s = time.monotonic() + timeout_s
-    await call(try_again)
+    await reach.call(try_again)
     while True:
-        num_unsaved = await call(_save_some)
+        num_unsaved = await reach.call(_save_some)
         if num_unsaved is None:
-            num_blocks = await call(lambda core: len(core.branches))
+            num_blocks = await reach.call(lambda core: len(core.branches))
             return FlushReport(not num_blocks, num_blocks)
         if not num_unsaved:
-            synced = await _sync(change, max(deadline_s - time.monotonic(), 0.1))
+            synced = await _sync(reach, max(deadline_s - time.monotonic(), 0.1))
             return FlushReport(synced, 0)
         if time.monotonic() >= deadline_s:
             return FlushReport(False, num_unsaved)
@@ -56,21 +56,21 @@ def _save_some(core: EngineCore) -> int | None:
     return core.tiers.spiller.num_unsaved
 
 
-async def _sync(change: AskDisk, timeout_s: float) -> bool:
+async def _sync(reach: Reach, timeout_s: float) -> bool:
     """Bring the disk tier's writes to the device."""
     try:
-        return bool(await change(lambda store: store.sync(), timeout_s))
+        return bool(await reach.change(lambda store: store.sync(), timeout_s))
     except (StorageError, CapacityError):
         return False
 
 
-async def verify(call: CallEngine, on_disk: AskDisk) -> VerifyReport:
-    """Check every tier; `on_disk` reaches a thread that may read the store for long."""
-    num_checked = await call(lambda core: len(core.branches))
-    findings = [Finding(tier, text, repaired=False) for tier, text in await call(inspection.contradictions)]
+async def verify(reach: Reach) -> VerifyReport:
+    """Check every tier; reading the store may take long."""
+    num_checked = await reach.call(lambda core: len(core.branches))
+    findings = [Finding(tier, text, repaired=False) for tier, text in await reach.call(inspection.contradictions)]
     deadline_s = time.monotonic() + VERIFY_TIMEOUT_S
     try:
-        report: Report | None = await on_disk(
+        report: Report | None = await reach.on_disk(
             lambda store: store.check(lambda: time.monotonic() > deadline_s), VERIFY_TIMEOUT_S + _ANSWER_TIMEOUT_S
         )
     except (StorageError, InvariantError) as error:

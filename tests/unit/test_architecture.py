@@ -19,6 +19,7 @@ ROWS = {
         "llm",
         "build",
         "admin",
+        "reach",
         "inspection",
         "clearing",
         "removing",

@@ -77,10 +77,10 @@ class Cranked:
         raise StorageError("the disk does not answer")
 
     def clear(self, tiers, selection=ALL):
-        return asyncio.run(Removal(self.call, self.look, self.change).clear(tiers, selection))
+        return asyncio.run(Removal(self).clear(tiers, selection))
 
     def demote(self, tiers, selection=ALL):
-        return asyncio.run(Removal(self.call, self.look, self.change).demote(tiers, selection))
+        return asyncio.run(Removal(self).demote(tiers, selection))
 
     def rest(self) -> None:
         """Let everything that is under way come to its end."""
