@@ -8,7 +8,9 @@ One item of work is one key head and a block of the sequence's new tokens, for a
             softmax so far                        running maximum and sum per row, as in `cpu_decode`
             sums [8, head_dim] = sums * fading + weights x values        the same tile, numbers of a head as its outputs
 
-Threads take items in turn: neighbours see about as many keys.
+Threads take items in turn: neighbours see about as many keys. A few queries over a long context are too few items, and
+keys laid out for few queries cost as much as for many: there an item is all queries and a piece of the context, and pieces
+are put together as in `cpu_decode`.
 
 Knows nothing of requests. Invariants: as in `cpu_decode`; a query sees no key after its own.
 """
@@ -25,7 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tieredkv.kernels import cpu_jit
+from tieredkv.kernels import cpu_decode, cpu_jit
 from tieredkv.kernels.cpu_jit import LANES, Emitter, Value, floats, i64
 from tieredkv.kernels.cpu_linear import MOST_ROWS, PANEL, multiply
 
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 _KEYS = 64
 _LOWEST = -3e38
 _MOST_HEAD_DIM = 256
+# Queries up to which a long context is cut into pieces.
+_FEW_QUERIES = 64
 # Bytes of one panel's sums for all rows of a tile.
 _SUMS_NBYTES = MOST_ROWS * PANEL * 4
 
@@ -68,11 +72,15 @@ def paged_prefill(
     if q.stride(2) != 1 or q.stride(1) != dim:
         q = q.contiguous()
     group = heads // kv_heads
+    num_threads, pieces = torch.get_num_threads(), 1
     # Long blocks of queries lay out fewer keys, short ones are enough items for all threads.
     num_queries = 64 if tokens >= 256 else 16 if tokens > 32 else MOST_ROWS
+    if tokens <= _FEW_QUERIES and context_len >= max(4 * tokens, 4 * _KEYS):
+        num_queries, pieces = 8 * -(-tokens // 8), min(num_threads, context_len // (2 * _KEYS))
+    num_states = pieces * kv_heads if pieces > 1 else num_threads
     out = torch.empty((tokens, heads, dim), dtype=q.dtype)
-    scratch_len = _KEYS * dim + num_queries * group * (dim + 2)
-    scratch = torch.empty((torch.get_num_threads(), -(-scratch_len // LANES) * LANES), dtype=torch.float32)
+    states = torch.empty((num_states, group * num_queries, dim + 2), dtype=torch.float32)
+    scratch = torch.empty((num_threads, _KEYS * dim), dtype=torch.float32)
     half_nbytes = block_size * kv_heads * dim * 2
     _kernel(dim, group, block_size)(
         q.data_ptr(),
@@ -87,8 +95,9 @@ def paged_prefill(
         kv_heads,
         window,
         num_queries,
+        pieces,
+        states.data_ptr(),
         scratch.data_ptr(),
-        scratch.shape[1] * 4,
         scale,
     )
     return out
@@ -101,13 +110,14 @@ def _kernel(dim: int, group: int, block_size: int) -> Callable[..., None]:
     def write(e: Emitter, arguments: list[Value], thread: Value, team: Value) -> None:
         prefill = _Prefill(e, dim, group, block_size, *arguments)
         prefill.prepare(thread)
-        count = e.mul(
-            e.b.sdiv(e.add(prefill.tokens, prefill.num_queries, i64(-1)), prefill.num_queries), prefill.kv_heads
-        )
+        count = e.mul(prefill.num_items, prefill.pieces)
         turns = e.b.sdiv(e.add(e.b.sub(count, thread), team, i64(-1)), team)
-        e.loop(i64(0), turns, 1, lambda turn, _: prefill.write_item(e.add(thread, e.mul(turn, team))))
+        e.loop(i64(0), turns, 1, lambda turn, _: prefill.write_item(e.add(thread, e.mul(turn, team)), thread))
+        with e.b.if_then(prefill.is_split):
+            e.call("GOMP_barrier", cpu_jit.VOID)
+            e.loop(*e.share(prefill.num_items, thread, team), 1, lambda item, _: prefill.finish_item(item, item))
 
-    return cpu_jit.compile_kernel("prefill", [cpu_jit.I64] * 14 + [cpu_jit.F64], write)
+    return cpu_jit.compile_kernel("prefill", [cpu_jit.I64] * 15 + [cpu_jit.F64], write)
 
 
 @dataclass(slots=True)
@@ -130,12 +140,15 @@ class _Prefill:
     kv_heads: Value
     window: Value
     num_queries: Value
+    pieces: Value
+    states: Value
     scratch: Value
-    scratch_nbytes: Value
     scale: Value
+    num_items: Value = None
+    is_split: Value = None
+    state_nbytes: Value = None
     keys: Value = None
     values: Value = None
-    state: Value = None
     sums: Value = None
     weights: Value = None
     fading: Value = None
@@ -143,71 +156,94 @@ class _Prefill:
     def prepare(self, thread: Value) -> None:
         """Once per thread: pointers, the parts of its scratch memory, the functions that are called."""
         e, b = self.e, self.e.b
-        for name in ("q", "layer", "table", "out", "scratch"):
+        for name in ("q", "layer", "table", "out", "states", "scratch"):
             setattr(self, name, b.inttoptr(getattr(self, name), cpu_jit.PTR))
-        self.keys = e.at(self.scratch, e.mul(thread, self.scratch_nbytes))
+        self.num_items = e.mul(b.sdiv(e.add(self.tokens, self.num_queries, i64(-1)), self.num_queries), self.kv_heads)
+        self.is_split = b.icmp_signed(">", self.pieces, i64(1))
+        self.state_nbytes = e.mul(self.num_queries, i64(4 * self.group * (self.dim + 2)))
+        self.keys = e.at(self.scratch, e.mul(thread, i64(4 * _KEYS * self.dim)))
         self.values = e.at(self.keys, i64(_KEYS * self.dim * 2))
-        self.state = e.at(self.values, i64(_KEYS * self.dim * 2))
         self.sums = e.stack(_KEYS // PANEL * _SUMS_NBYTES // 64)
         self.weights, self.fading = e.stack(MOST_ROWS * _KEYS // 32), e.stack(1)
         self.scale = e.splat(b.fptrunc(self.scale, cpu_jit.F32), cpu_jit.FLOATS)
 
-    def write_item(self, item: Value) -> None:
+    def _queries_of(self, item: Value) -> tuple[Value, Value, Value]:
+        """The first query of an item, their number, and the key head."""
+        first = self.e.mul(self.e.b.sdiv(item, self.kv_heads), self.num_queries)
+        return (
+            first,
+            self.e.least(self.num_queries, self.e.b.sub(self.tokens, first)),
+            self.e.b.srem(item, self.kv_heads),
+        )
+
+    def write_item(self, item: Value, thread: Value) -> None:
+        """One item, or one piece of it: pieces of all items come one after the other."""
         e, b = self.e, self.e.b
-        first_query = e.mul(b.sdiv(item, self.kv_heads), self.num_queries)
-        kv_head = b.srem(item, self.kv_heads)
-        count = e.least(self.num_queries, b.sub(self.tokens, first_query))
+        piece, item_of_all = b.sdiv(item, self.num_items), item
+        item = b.srem(item, self.num_items)
+        first_query, count, kv_head = self._queries_of(item)
         first_at = e.add(b.sub(self.context_len, self.tokens), first_query)
         end_key = e.add(first_at, count)
         start = b.sub(e.add(first_at, i64(1)), self.window)
         cut = b.and_(b.icmp_signed(">", self.window, i64(0)), b.icmp_signed(">", start, i64(0)))
         begin = b.and_(b.select(cut, start, i64(0)), i64(-LANES))
+        low, high = e.share(b.sdiv(e.add(b.sub(end_key, begin), i64(_KEYS - 1)), i64(_KEYS)), piece, self.pieces)
+        low, high = (e.add(begin, e.mul(at, i64(_KEYS))) for at in (low, high))
         q = e.at(self.q, e.add(e.mul(first_query, self.q_stride), e.mul(kv_head, i64(self.group * self.dim * 2))))
-        self._clear()
+        number = b.select(self.is_split, item_of_all, thread)
+        states = e.at(self.states, e.mul(number, self.state_nbytes))
+        self._clear(states)
+        # Tiles of like size: one of a single query takes half as long as one of eight.
+        num_tiles = b.sdiv(e.add(count, i64(MOST_ROWS - 1)), i64(MOST_ROWS))
+        size = b.sdiv(e.add(count, num_tiles, i64(-1)), num_tiles)
 
         def sixty_four(key: Value, _: Any) -> None:
             e.loop(i64(0), i64(_KEYS // LANES), 1, lambda part, _: self._lay_out(key, part, end_key, kv_head))
 
-            def eight(head: Value, query: Value) -> None:
-                rows = e.least(i64(MOST_ROWS), b.sub(count, query))
+            def tile(head: Value, query: Value) -> None:
+                rows = e.least(size, b.sub(count, query))
                 at = e.add(first_at, query)
                 with b.if_then(b.icmp_signed("<", key, e.add(at, rows))):
                     place = e.at(q, e.add(e.mul(query, self.q_stride), e.mul(head, i64(2 * self.dim))))
-                    state = self._state_of(head, query)
-                    self._attend(place, rows, at, key, state)
+                    self._attend(place, rows, at, key, self._state_of(states, head, query))
 
             def of_head(head: Value, _: Any) -> None:
-                e.loop(i64(0), count, MOST_ROWS, lambda query, _: eight(head, query))
+                e.loop(i64(0), num_tiles, 1, lambda number, _: tile(head, e.mul(number, size)))
 
             e.loop(i64(0), i64(self.group), 1, of_head)
 
-        e.loop(begin, end_key, _KEYS, sixty_four)
-        heads = e.mul(self.kv_heads, i64(self.group))
+        e.loop(low, high, _KEYS, sixty_four)
+        with b.if_then(b.not_(self.is_split)):
+            self.finish_item(item, thread)
+
+    def finish_item(self, item: Value, number: Value) -> None:
+        """Write an item's rows, from states `number` and, of further pieces, those `num_items` on."""
+        e = self.e
+        first_query, count, kv_head = self._queries_of(item)
+        heads, stride = e.mul(self.kv_heads, i64(self.group)), e.mul(self.num_items, self.state_nbytes)
+        states = e.at(self.states, e.mul(number, self.state_nbytes))
 
         def finish(head: Value, query: Value) -> None:
-            token = e.add(first_query, query)
-            column = e.add(e.mul(token, heads), e.mul(kv_head, i64(self.group)), head)
-            state = self._state_of(head, query)
-            total = e.splat(e.load(cpu_jit.F32, e.at(state, i64(4 * self.dim + 4)), 4), cpu_jit.FLOATS)
-            for at in range(0, self.dim, LANES):
-                value = b.fdiv(e.load(cpu_jit.FLOATS, e.at(state, i64(4 * at)), 4), total)
-                e.store_halves(value, e.at(self.out, e.add(e.mul(column, i64(2 * self.dim)), i64(2 * at))))
+            column = e.add(e.mul(e.add(first_query, query), heads), e.mul(kv_head, i64(self.group)), head)
+            out = e.at(self.out, e.mul(column, i64(2 * self.dim)))
+            state = self._state_of(states, head, query)
+            cpu_decode.merge(e, state, self.pieces, stride, out, self.dim, interleaved=False)
 
         def finish_head(head: Value, _: Any) -> None:
             e.loop(i64(0), count, 1, lambda query, _: finish(head, query))
 
         e.loop(i64(0), i64(self.group), 1, finish_head)
 
-    def _state_of(self, head: Value, query: Value) -> Value:
+    def _state_of(self, states: Value, head: Value, query: Value) -> Value:
         """A row's memory: sums float32 [dim], largest score, sum of weights."""
         row = self.e.add(self.e.mul(head, self.num_queries), query)
-        return self.e.at(self.state, self.e.mul(row, i64(4 * (self.dim + 2))))
+        return self.e.at(states, self.e.mul(row, i64(4 * (self.dim + 2))))
 
-    def _clear(self) -> None:
+    def _clear(self, states: Value) -> None:
         e = self.e
 
         def clear(row: Value, _: Any) -> None:
-            state = e.at(self.state, e.mul(row, i64(4 * (self.dim + 2))))
+            state = e.at(states, e.mul(row, i64(4 * (self.dim + 2))))
             for at in range(0, self.dim, LANES):
                 e.store(floats(0.0), e.at(state, i64(4 * at)), 4)
             e.store(cpu_jit.constant(cpu_jit.F32, _LOWEST), e.at(state, i64(4 * self.dim)), 4)
@@ -219,11 +255,21 @@ class _Prefill:
         """16 tokens: keys as 16 outputs of half a panel, values as 16 inputs. Past the end the context's last 16 come again."""
         e, b = self.e, self.e.b
         last = b.and_(e.add(end_key, i64(-1)), i64(-LANES))
-        token = e.least(e.add(first_key, e.mul(part, i64(LANES))), last)
-        block = e.load(cpu_jit.I32, e.at(self.table, e.mul(b.sdiv(token, i64(self.block_size)), i64(4))), 4)
+        token = e.add(first_key, e.mul(part, i64(LANES)))
         row_nbytes = e.mul(self.kv_heads, i64(2 * self.dim))
-        inside = e.add(e.mul(b.srem(token, i64(self.block_size)), row_nbytes), e.mul(kv_head, i64(2 * self.dim)))
-        source = e.at(self.layer, e.add(e.mul(b.sext(block, cpu_jit.I64), self.block_nbytes), inside))
+
+        def source_of(token: Value) -> Value:
+            block = e.load(cpu_jit.I32, e.at(self.table, e.mul(b.sdiv(token, i64(self.block_size)), i64(4))), 4)
+            inside = e.add(e.mul(b.srem(token, i64(self.block_size)), row_nbytes), e.mul(kv_head, i64(2 * self.dim)))
+            return e.at(self.layer, e.add(e.mul(b.sext(block, cpu_jit.I64), self.block_nbytes), inside))
+
+        upcoming = source_of(e.least(e.add(token, i64(_KEYS)), last))
+        for row in range(LANES):
+            for line in range(0, 2 * self.dim, 64):
+                place = e.at(upcoming, e.add(e.mul(row_nbytes, i64(row)), i64(line)))
+                e.prefetch(place, level=2)
+                e.prefetch(e.at(place, self.half_nbytes), level=2)
+        source = source_of(e.least(token, last))
         rows = [e.at(source, e.mul(row_nbytes, i64(row))) for row in range(LANES)]
         panel = e.mul(b.sdiv(part, i64(2)), i64(2 * PANEL * self.dim))
         keys = e.at(self.keys, e.add(panel, e.mul(b.srem(part, i64(2)), i64(64))))
@@ -264,10 +310,10 @@ class _Prefill:
                 place = e.add(e.mul(row, i64(4 * PANEL)), i64(part // 2 * _SUMS_NBYTES + part % 2 * 64))
                 score = b.fmul(e.load(cpu_jit.FLOATS, e.at(self.sums, place), 64), self.scale)
                 scores.append(b.select(seen[-1], score, floats(_LOWEST)))
-            greatest = functools.reduce(lambda x, y: e.call("llvm.maxnum.v16f32", cpu_jit.FLOATS, x, y), scores)
+            greatest = functools.reduce(e.greater, scores)
             top_at, total_at = e.at(mine, i64(4 * self.dim)), e.at(mine, i64(4 * self.dim + 4))
             before = e.load(cpu_jit.F32, top_at, 4)
-            top = e.call("llvm.maxnum.f32", cpu_jit.F32, before, e.largest(greatest))
+            top = e.greater(before, e.largest(greatest))
             fading = b.extract_element(
                 e.exp(e.splat(b.fsub(before, top), cpu_jit.FLOATS)), cpu_jit.constant(cpu_jit.I32, 0)
             )
