@@ -68,15 +68,8 @@ class EventLog:
 
     def stored(self, tier: Tier, reason: str, block_hash: bytes, parent: bytes, num_tokens: int) -> None:
         """A block can be found in `tier` from now on."""
-        event = self._open
-        if (
-            event is not None
-            and event.tier is tier
-            and event.kind == STORED
-            and event.reason == reason
-            and event.hashes[-1] == parent
-            and len(event.hashes) < MAX_HASHES
-        ):
+        event = self._still_open(STORED, tier, reason)
+        if event is not None and event.hashes[-1] == parent:
             event.hashes.append(block_hash)
             return
         self._seal()
@@ -84,18 +77,19 @@ class EventLog:
 
     def removed(self, tier: Tier, reason: str, block_hash: bytes) -> None:
         """A block cannot be found in `tier` any more."""
-        event = self._open
-        if (
-            event is not None
-            and event.tier is tier
-            and event.kind == REMOVED
-            and event.reason == reason
-            and len(event.hashes) < MAX_HASHES
-        ):
+        event = self._still_open(REMOVED, tier, reason)
+        if event is not None:
             event.hashes.append(block_hash)
             return
         self._seal()
         self._open = Entry(self.published + 1, REMOVED, tier, reason, [block_hash])
+
+    def _still_open(self, kind: str, tier: Tier, reason: str) -> Entry | None:
+        """The event being written, if one more block of this kind can go into it."""
+        event = self._open
+        if event is None or len(event.hashes) >= MAX_HASHES:
+            return None
+        return event if (event.kind, event.tier, event.reason) == (kind, tier, reason) else None
 
     def interrupt(self, tier: Tier, reason: str) -> None:
         """`tier` changed in a way that events do not tell: readers have to start anew."""

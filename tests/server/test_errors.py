@@ -17,7 +17,7 @@ from tests.server.conftest import running_server
 from tests.server.fake_engine import MODEL, FakeEngine
 from tieredkv.errors import RequestError
 from tieredkv.hashing import tenant_salt
-from tieredkv.server.gate import match_key
+from tieredkv.server.entrance import match_key
 from tieredkv.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

@@ -1,4 +1,4 @@
-"""The applications: routes, error handlers and the gate in front of them.
+"""The applications: routes, error handlers and the entrance in front of them.
 
 The admin API is part of the one for requests unless `admin_port` gives it an application of its own. Knows no socket and no
 signal: `server.main` runs it. Importing it loads no torch.
@@ -24,9 +24,9 @@ from tieredkv.server.admin.routes import admin_routes, reset_routes
 from tieredkv.server.body import BodyTooLargeError, TooLargeResponse
 from tieredkv.server.chat import create_chat_completion
 from tieredkv.server.completions import create_completion
+from tieredkv.server.entrance import Entrance
 from tieredkv.server.errors import GenerationError, handle_error
 from tieredkv.server.face import Engine
-from tieredkv.server.gate import Gate
 from tieredkv.server.service import Service
 
 if TYPE_CHECKING:
@@ -89,4 +89,4 @@ def _build(routes: Sequence[BaseRoute], service: Service, config: Config) -> ASG
     app.router.redirect_slashes = False
     app.state.service = service
     access = None if service.admin is None else Access(config.admin.admin_key, config.server.api_key)
-    return Gate(app, config.server.api_key, access)
+    return Entrance(app, config.server.api_key, access)

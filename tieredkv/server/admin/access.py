@@ -23,7 +23,7 @@ from starlette.types import Scope
 
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.hashing import owner_label
-from tieredkv.server.gate import bearer, match_key
+from tieredkv.server.entrance import bearer, match_key
 
 ROOT = "/admin"
 UI = "/admin/ui"

@@ -40,7 +40,7 @@ def match_key(keys: Sequence[bytes], given: bytes) -> int | None:
     return found
 
 
-class Gate:
+class Entrance:
     """Wraps the application. `scope["state"]` gets `request_id`, `api_key` (None without configured keys), and for paths that
     `access` covers `identity`, what it said.
     """
