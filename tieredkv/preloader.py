@@ -135,7 +135,7 @@ class Preloader:
 
     def _submit(self, entry: Entry, prompt: WarmPrompt) -> None:
         core, length = self._core, entry.num_blocks * self._core.block_size
-        # One token behind the blocks, because a request's last token is always computed, and its whole block with it.
+        # One token behind the blocks: a request's last token is always computed, and none of a block is that the store has.
         token_ids = list(prompt.token_ids[: length + 1])
         if len(token_ids) == length:
             token_ids.append(token_ids[-1])

@@ -170,9 +170,9 @@ class _Trie:
         return found.tolist()
 
     def chain(self, request: _Request) -> list[bytes]:
-        """The blocks that a hit can cover: not the last token."""
+        """The blocks that a hit can cover."""
         root = hashing.root_hash(b"", hashing.tenant_salt(cache_salt=request.cache_salt))
-        return hashing.full_block_hashes(root, self.tokens_of(request)[:-1], self._block_size)
+        return hashing.full_block_hashes(root, self.tokens_of(request), self._block_size)
 
     def count(self, requests: Iterable[_Request]) -> dict[bytes, int]:
         """How many requests ask for each block. A block comes behind the one before it."""
@@ -183,8 +183,11 @@ class _Trie:
         return counts
 
     def hit_rate(self, requests: Sequence[_Request], kept: Collection[bytes]) -> float:
-        """The share of the requests' tokens that lie in `kept` blocks."""
-        num_hit = sum(_depth(self.chain(request), kept) * self._block_size for request in requests)
+        """The share of the requests' tokens that `kept` blocks save; the last token of each is computed in any case."""
+        num_hit = sum(
+            min(_depth(self.chain(request), kept) * self._block_size, max(request.num_tokens - 1, 0))
+            for request in requests
+        )
         return num_hit / max(sum(request.num_tokens for request in requests), 1)
 
     def prefixes(self, requests: Iterable[_Request], chosen: Collection[bytes]) -> list[tuple[bytes, _Request, int]]:

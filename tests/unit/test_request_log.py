@@ -35,11 +35,6 @@ def blocks_of(tokens, salt=None):
     return {(salt, *tokens[:end]) for end in range(BLOCK, len(tokens) + 1, BLOCK)}
 
 
-def usable(tokens):
-    """What a hit can cover of a prompt."""
-    return blocks_of(tokens[: (len(tokens) - 1) // BLOCK * BLOCK])
-
-
 def random_requests(rng, count):
     heads = [[rng.randrange(9) for _ in range(rng.randrange(1, 20))] for _ in range(4)]
     return [rng.choice(heads) + [rng.randrange(9) for _ in range(rng.randrange(1, 12))] for _ in range(count)]
@@ -55,11 +50,12 @@ def test_the_choice_is_the_best_of_its_size(tmp_path, seed):
     assert len(chosen) == report.num_chosen_blocks <= num_blocks
     counts = {}
     for prompt in prompts:
-        for block in usable(prompt):
+        for block in blocks_of(prompt):
             counts[block] = counts.get(block, 0) + 1
     best = sorted((count for count in counts.values() if count >= 2), reverse=True)[:num_blocks]
     assert sorted((counts[block] for block in chosen), reverse=True) == best
-    assert report.hit_rate == pytest.approx(BLOCK * sum(best) / sum(map(len, prompts)))
+    saved = sum(min(BLOCK * len(blocks_of(prompt) & chosen), len(prompt) - 1) for prompt in prompts)
+    assert report.hit_rate == pytest.approx(saved / sum(map(len, prompts)))
     # No line is a beginning of another one.
     for a, b in itertools.permutations([line["tokens"] for line in lines], 2):
         assert b[: len(a)] != a
