@@ -27,7 +27,7 @@ BLOCK_SIZE = 8
 
 @contextlib.contextmanager
 def running_engine(
-    disk_path=None, *, num_blocks=64, num_slots: int | None = 64, disk_nbytes=8 << 20, **settings
+    disk_path=None, *, num_blocks=64, num_slots: int | None = 64, disk_nbytes=8 << 20, medium=None, **settings
 ) -> Iterator[Engine]:
     """`num_slots` None turns the tiers off, 0 the host tier alone."""
     made: dict = {}
@@ -40,7 +40,7 @@ def running_engine(
         if disk_path is not None:
 
             def open_store() -> StorageWorkers:
-                store = DiskStore.open(disk_path, disk_nbytes)
+                store = DiskStore.open(disk_path, disk_nbytes, medium=medium)
                 workers = StorageWorkers(store, on_result=wake)
                 workers.call(lambda: store.describe_namespace(NAMESPACE, json.dumps({})))
                 return workers

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import shutil
 
 import pytest
 
 from tests.engine_with_tiers import BLOCK_SIZE, NAMESPACE, running_engine
 from tests.fakes import expected_tokens, request
+from tests.storage.faulty import FaultyMedium
 from tieredkv.admin import Admin
 from tieredkv.config import Config
 from tieredkv.errors import CapacityError, RequestError
@@ -528,6 +530,32 @@ def test_a_large_snapshot_comes_in_parts(tmp_path, monkeypatch):
         assert replay.known == dict.fromkeys(Tier, names)
 
     run(main, tmp_path)
+
+
+def test_a_disk_that_refuses_blocks_says_so_until_it_takes_some(tmp_path):
+    medium = FaultyMedium()
+
+    async def main(operator):
+        async def disk():
+            return (await operator.admin.cache()).tiers[2]
+
+        assert operator.engine.warnings() == []
+        medium.fail("put", OSError(errno.ENOSPC, "No space left on device"))
+        await operator.ask(prompt(60))
+        while (told := await disk()).refusal is None:
+            await asyncio.sleep(0.01)
+        assert "no space" in told.refusal
+        assert told.num_refused_blocks > 0
+        assert told.refusing_since_s is not None
+        (warning,) = operator.engine.warnings()
+        assert "no blocks since" in warning
+        assert str(tmp_path) not in warning, "anybody may read it"
+        medium.heal()
+        assert (await operator.admin.flush(20)).saved
+        assert (await disk()).refusal is None
+        assert operator.engine.warnings() == []
+
+    run(main, tmp_path / "store", medium=medium)
 
 
 def test_a_disk_that_is_gone_is_a_fault_and_no_obstacle(tmp_path):
