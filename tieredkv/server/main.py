@@ -90,6 +90,7 @@ def serve(config: Config) -> int:
 
         # This process only serves: before anything imports transformers.
         lean.import_transformers()
+        gc.enable()
         with LoadProgress(Console()) as progress:
             engine = Engine.load(config, progress.update)
         warming = Warming(engine)
