@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,21 @@ def _kernel(dim: int, group: int, block_size: int) -> Callable[..., None]:
     return cpu_jit.compile_kernel("decode", [cpu_jit.I64] * 14 + [cpu_jit.F64], write)
 
 
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Some query heads of one key head over the 32 tokens from `start`, or fewer."""
+
+    sequence: Value
+    start: Value
+    end: Value
+    number: Value
+    # Of all heads of the item.
+    states: Value
+    # Given a token, the first of 16: which of them count, and where the 16 lie that memory is asked for meanwhile.
+    seen: Callable[[Value], Value]
+    upcoming: Callable[[Value], Value]
+
+
 class _Decode:
     """The body being written, and the values that all of it shares."""
 
@@ -192,63 +208,52 @@ class _Decode:
             at = b.add(e.splat(b.trunc(token, cpu_jit.I32), cpu_jit.INTS), numbers)
             return b.and_(b.icmp_signed("<", at, last), b.icmp_signed(">=", at, first))
 
-        def ask(token: Value, unit: Value) -> None:
-            """For a unit's share of what comes after `token`, in this piece or the following one."""
+        def upcoming(token: Value) -> Value:
+            """What lies `_AHEAD` tokens after `token`, in this piece or the following one."""
             coming = e.add(token, i64(_AHEAD))
             beyond = b.icmp_signed(">=", coming, high)
             later = e.least(e.add(next_low, b.sub(coming, high)), b.and_(b.sub(next_length, i64(1)), i64(-LANES)))
-            place = self._keys_at(b.select(beyond, next_sequence, sequence), b.select(beyond, later, coming))
-            share = 2 * LANES * self.dim * self.width // self.group
-            place = e.at(place, e.mul(unit, i64(share)))
-            for line in range(0, share, 64):
-                e.prefetch(e.at(place, i64(line)), level=2)
-                e.prefetch(e.at(place, e.add(self.half_nbytes, i64(line))), level=2)
+            return self._keys_at(b.select(beyond, next_sequence, sequence), b.select(beyond, later, coming))
 
         def segment(start: Value, _: Any) -> None:
             end = e.least(high, e.add(start, i64(_TOKENS)))
 
-            def of_unit(unit: Value, _: Any) -> None:
-                self._write_unit(sequence, start, end, unit, states, seen, ask)
+            def of_unit(number: Value, _: Any) -> None:
+                self._write_unit(_Unit(sequence, start, end, number, states, seen, upcoming))
 
             e.loop(i64(0), e.mul(self.kv_heads, i64(self.group // self.width)), 1, of_unit)
 
         e.loop(i64(0), self.heads, 1, clear)
         e.loop(low, high, _TOKENS, segment)
 
-    def _write_unit(
-        self,
-        sequence: Value,
-        start: Value,
-        end: Value,
-        unit: Value,
-        states: Value,
-        seen: Callable[[Value], Value],
-        ask: Callable[[Value, Value], None],
-    ) -> None:
-        """`width` query heads of one key head over up to 32 tokens."""
-        e, b, width, dim = self.e, self.e.b, self.width, self.dim
-        first_head = e.mul(unit, i64(width))
-        kv_offset = e.mul(b.sdiv(unit, i64(self.group // width)), i64(self.head_nbytes))
-        q = e.at(self.q, e.add(e.mul(sequence, self.q_stride), e.mul(first_head, i64(self.head_nbytes))))
-        mine = [e.at(states, e.mul(e.add(first_head, i64(head)), i64(self.state_nbytes))) for head in range(width)]
+    def _write_unit(self, unit: _Unit) -> None:
+        e, b, width, dim, start = self.e, self.e.b, self.width, self.dim, unit.start
+        first_head = e.mul(unit.number, i64(width))
+        kv_offset = e.mul(b.sdiv(unit.number, i64(self.group // width)), i64(self.head_nbytes))
+        q = e.at(self.q, e.add(e.mul(unit.sequence, self.q_stride), e.mul(first_head, i64(self.head_nbytes))))
+        states = [
+            e.at(unit.states, e.mul(e.add(first_head, i64(head)), i64(self.state_nbytes))) for head in range(width)
+        ]
         queries = [
             [e.load(cpu_jit.PAIRS, e.at(q, i64(head * self.head_nbytes + 64 * part))) for part in range(dim // 32)]
             for head in range(width)
         ]
 
         def score(token: Value, greatest: list[Value]) -> list[Value]:
-            ask(token, unit)
-            keys = e.at(self._keys_at(sequence, token), kv_offset)
-            known, new = seen(token), []
+            lines = self._lines(unit, token, i64(0))
+            keys = e.at(self._keys_at(unit.sequence, token), kv_offset)
+            known, new = unit.seen(token), []
             column = e.mul(b.sub(token, start), i64(4))
-            for head, products in enumerate(_scores(e, keys, self.row_nbytes, queries, 0, LANES)):
+            for head, products in enumerate(_scores(e, keys, self.row_nbytes, queries, lines, 0, LANES)):
                 scores = b.select(known, b.fmul(products, self.scale), floats(_LOWEST))
                 e.store(scores, e.at(self.scores, e.add(column, i64(4 * _TOKENS * head))), 64)
                 new.append(e.greater(greatest[head], scores))
             return new
 
         tops, fadings = [], []
-        for greatest, state in zip(e.loop(start, end, LANES, score, [floats(_LOWEST)] * width), mine, strict=True):
+        for greatest, state in zip(
+            e.loop(start, unit.end, LANES, score, [floats(_LOWEST)] * width), states, strict=True
+        ):
             before = e.load(cpu_jit.F32, e.at(state, i64(4 * dim)), 4)
             top = e.greater(before, e.largest(greatest))
             e.store(top, e.at(state, i64(4 * dim)), 4)
@@ -258,57 +263,50 @@ class _Decode:
         def weigh(token: Value, totals: list[Value]) -> list[Value]:
             at, new = b.sub(token, start), []
             for head, (top, total) in enumerate(zip(tops, totals, strict=True)):
-                scores = e.load(
-                    cpu_jit.FLOATS, e.at(self.scores, e.add(e.mul(at, i64(4)), i64(4 * _TOKENS * head))), 64
-                )
+                place = e.at(self.scores, e.add(e.mul(at, i64(4)), i64(4 * _TOKENS * head)))
+                scores = e.load(cpu_jit.FLOATS, place, 64)
                 known = b.fcmp_ordered(">", scores, floats(_LOWEST / 2))
                 weight = b.select(known, e.exp(b.fsub(scores, top)), floats(0.0))
                 e.store_halves(weight, e.at(self.weights, e.add(e.mul(at, i64(2)), i64(2 * _TOKENS * head))))
                 new.append(b.fadd(total, weight))
             return new
 
-        for total, fading, state in zip(
-            e.loop(start, end, LANES, weigh, [floats(0.0)] * width), fadings, mine, strict=True
-        ):
+        weighed = e.loop(start, unit.end, LANES, weigh, [floats(0.0)] * width)
+        for total, fading, state in zip(weighed, fadings, states, strict=True):
             place = e.at(state, i64(4 * dim + 4))
             factor = b.extract_element(fading, cpu_jit.constant(cpu_jit.I32, 0))
             e.store(b.fadd(b.fmul(e.load(cpu_jit.F32, place, 4), factor), e.sum(total)), place, 4)
         # Numbers of a head whose sums, for all heads of the unit, are in registers at a time.
-        stretch = max(
-            n
-            for n in range(2 * LANES, dim + 1, 2 * LANES)
-            if dim % n == 0 and (n * width <= 16 * LANES or n == 2 * LANES)
-        )
+        stretch = 2 * LANES
+        while dim % (2 * stretch) == 0 and 2 * stretch * width <= 16 * LANES:
+            stretch *= 2
         for low in range(0, dim, stretch):
-            self._add_stretch(sequence, start, end, kv_offset, mine, fadings, low, stretch)
+            places = [e.at(state, i64(4 * at)) for state in states for at in range(low, low + stretch, LANES)]
+            values = e.add(self.half_nbytes, kv_offset, i64(2 * low))
+            self._add_values(unit, values, places, fadings, asks=low == 0)
 
-    def _add_stretch(
-        self,
-        sequence: Value,
-        start: Value,
-        end: Value,
-        kv_offset: Value,
-        mine: list[Value],
-        fadings: list[Value],
-        low: int,
-        stretch: int,
-    ) -> None:
-        """Numbers `low` to `low + stretch` of the values of up to 32 tokens, added to the states `mine`."""
-        e = self.e
-        places = [e.at(state, i64(4 * at)) for state in mine for at in range(low, low + stretch, LANES)]
-        per_head = stretch // LANES
+    def _add_values(self, unit: _Unit, offset: Value, places: list[Value], fadings: list[Value], asks: bool) -> None:
+        """Add a stretch of a unit's values, weighted, to the sums in `places`, as many for each query head."""
+        e, per_head = self.e, len(places) // self.width
 
         def add(token: Value, sums: list[Value]) -> list[Value]:
-            values = e.at(self._keys_at(sequence, token), e.add(self.half_nbytes, kv_offset, i64(2 * low)))
-            weights = e.at(self.weights, e.mul(e.b.sub(token, start), i64(2)))
-            return _add_values(e, values, self.row_nbytes, weights, list(sums), per_head)
+            values = e.at(self._keys_at(unit.sequence, token), offset)
+            lines = self._lines(unit, token, self.half_nbytes) if asks else []
+            weights = e.at(self.weights, e.mul(e.b.sub(token, unit.start), i64(2)))
+            return _add_sixteen(e, values, self.row_nbytes, weights, list(sums), per_head, lines)
 
         faded = [
             e.b.fmul(e.load(cpu_jit.FLOATS, place, 4), fadings[number // per_head])
             for number, place in enumerate(places)
         ]
-        for value, place in zip(e.loop(start, end, LANES, add, faded), places, strict=True):
+        for value, place in zip(e.loop(unit.start, unit.end, LANES, add, faded), places, strict=True):
             e.store(value, place, 4)
+
+    def _lines(self, unit: _Unit, token: Value, offset: Value) -> list[Value]:
+        """The unit's share of the memory to ask for at `token`: of the keys, or of the values at `offset` from them."""
+        share = 2 * LANES * self.dim * self.width // self.group
+        place = self.e.at(unit.upcoming(token), self.e.add(offset, self.e.mul(unit.number, i64(share))))
+        return [self.e.at(place, i64(line)) for line in range(0, share, 64)]
 
 
 def merge(e: Emitter, state: Value, pieces: Value, stride: Value, out: Value, dim: int, interleaved: bool) -> None:
@@ -344,9 +342,14 @@ def merge(e: Emitter, state: Value, pieces: Value, stride: Value, out: Value, di
             e.store_halves(b.fdiv(value, total), e.at(out, i64(2 * LANES * (number + half))))
 
 
-def _scores(e: Emitter, keys: Value, row_nbytes: Value, queries: list[list[Value]], low: int, high: int) -> list[Value]:
-    """Per query head one register: 16 / (high - low) partial sums of each of the dot products with keys `low` to `high`."""
+def _scores(
+    e: Emitter, keys: Value, row_nbytes: Value, queries: list[list[Value]], lines: list[Value], low: int, high: int
+) -> list[Value]:
+    """Per query head one register: 16 / (high - low) partial sums of each of the dot products with keys `low` to `high`.
+    Memory is asked for `lines` in between: requests that come all at once hold up the loads behind them."""
     if high - low == 1:
+        for line in lines[low::LANES]:
+            e.prefetch(line, level=2)
         row = e.at(keys, e.mul(row_nbytes, i64(low)))
         totals = [floats(0.0)] * len(queries)
         for part in range(len(queries[0])):
@@ -354,7 +357,7 @@ def _scores(e: Emitter, keys: Value, row_nbytes: Value, queries: list[list[Value
             totals = [e.dot(total, key, query[part]) for total, query in zip(totals, queries, strict=True)]
         return totals
     middle = (low + high) // 2
-    first, second = (_scores(e, keys, row_nbytes, queries, *half) for half in ((low, middle), (middle, high)))
+    first, second = (_scores(e, keys, row_nbytes, queries, lines, *half) for half in ((low, middle), (middle, high)))
     # Neighbours meet within 128 bits first, then whole runs of 128 bits: such shuffles need no register of indices.
     if high - low <= 4:
         evens = [at + lane for lane in range(0, LANES, 4) for at in (0, 2, LANES, LANES + 2)]
@@ -368,15 +371,23 @@ def _scores(e: Emitter, keys: Value, row_nbytes: Value, queries: list[list[Value
     ]
 
 
-def _add_values(
-    e: Emitter, values: Value, row_nbytes: Value, weights: Value, sums: list[Value], per_head: int
+def _add_sixteen(
+    e: Emitter,
+    values: Value,
+    row_nbytes: Value,
+    weights: Value,
+    sums: list[Value],
+    per_head: int,
+    lines: list[Value],
 ) -> list[Value]:
-    """`sums`, `per_head` registers for each query head, with 16 rows of values added, weighted."""
+    """`sums`, `per_head` registers for each query head, with 16 rows of values added, weighted; `lines` as in `_scores`."""
     orders = [
         [place for run in range(half, 2 * LANES, 8) for at in range(4) for place in (run + at, run + at + 2 * LANES)]
         for half in (0, 4)
     ]
     for token in range(0, LANES, 2):
+        for line in lines[token // 2 :: LANES // 2]:
+            e.prefetch(line, level=2)
         rows = [e.at(values, e.mul(row_nbytes, i64(token + odd))) for odd in (0, 1)]
         pairs = [
             e.load_pair(e.at(weights, i64(2 * _TOKENS * head + 2 * token))) for head in range(len(sums) // per_head)
