@@ -1,4 +1,4 @@
-"""Which leaf of the host arena goes first: by priority, then by last use. A priority that has expired is the ordinary one.
+"""Which leaf of the host arena goes first: by priority, then by last use.
 
 Heaps whose entries may be out of date; an entry counts only if it still describes its slot when it surfaces. So a use
 costs one push, nothing is ever searched for, and the heaps are built anew when they are mostly waste.
@@ -10,7 +10,6 @@ import heapq
 from collections.abc import Collection, Sequence
 
 from tieredkv.storage.slots import Slot
-from tieredkv.storage.tier import NEVER
 from tieredkv.types import DEFAULT_PRIORITY
 
 _Entry = tuple[int, int, int]
@@ -24,13 +23,9 @@ class EvictionQueue:
         self._by_use: list[_Entry] = []
         # Those above the ordinary priority are apart, because the lowest of them is asked for when there are too many.
         self._retained: list[_Entry] = []
-        self._by_expiry: list[_Entry] = []
 
     def offer(self, slot: Slot) -> None:
         """Note a slot; nothing happens if it is not evictable."""
-        if slot.expires_us != NEVER:
-            heapq.heappush(self._by_expiry, _by_expiry(slot))
-            self._trim(self._by_expiry)
         if slot.evictable:
             heap = self._heap_of(slot)
             heapq.heappush(heap, _by_use(slot))
@@ -43,15 +38,6 @@ class EvictionQueue:
     def take_retained(self) -> Slot | None:
         """The slot that would go first of those above the ordinary priority; it leaves the queue."""
         return self._pop(self._retained, ())
-
-    def take_expired(self, now_us: int) -> Slot | None:
-        """A slot whose priority has expired, evictable or not; None if there is none."""
-        while self._by_expiry and self._by_expiry[0][0] <= now_us:
-            entry = heapq.heappop(self._by_expiry)
-            slot = self._slots[entry[2]]
-            if slot.hash and slot.expires_us == entry[0]:
-                return slot
-        return None
 
     def missing(self) -> list[Slot]:
         """Slots that could be evicted but are not in the queue; for checks."""
@@ -85,16 +71,9 @@ class EvictionQueue:
         """Build a heap anew when it is mostly waste."""
         if len(heap) <= 2 * len(self._slots) + 16:
             return
-        if heap is self._by_expiry:
-            heap[:] = [_by_expiry(slot) for slot in self._slots if slot.hash and slot.expires_us != NEVER]
-        else:
-            heap[:] = [_by_use(slot) for slot in self._slots if slot.evictable and self._heap_of(slot) is heap]
+        heap[:] = [_by_use(slot) for slot in self._slots if slot.evictable and self._heap_of(slot) is heap]
         heapq.heapify(heap)
 
 
 def _by_use(slot: Slot) -> _Entry:
     return (slot.priority, slot.last_use, slot.id)
-
-
-def _by_expiry(slot: Slot) -> _Entry:
-    return (slot.expires_us, 0, slot.id)

@@ -25,7 +25,7 @@ from tieredkv.errors import InvariantError, StorageError
 from tieredkv.storage.eviction import EvictionQueue
 from tieredkv.storage.memory import PAGE_NBYTES, Allocator, Memory, PlainMemory
 from tieredkv.storage.slots import Lease, Reservation, Slot, SlotState
-from tieredkv.storage.tier import NEVER, TierUsage
+from tieredkv.storage.tier import TierUsage
 from tieredkv.types import DEFAULT_PRIORITY
 
 MIN_STAGING_SLOTS = 4
@@ -35,9 +35,8 @@ class HostArena:
     """Slots of `block_nbytes` bytes within `capacity_nbytes`; with room for fewer than `staging_slots` a staging arena.
 
     A staging arena has `staging_slots` slots and keeps nothing: a block is gone with its last lease. It is what lets
-    blocks pass between device and disk when the host tier is off. `clock_us` is the wall clock that expiries refer to.
-    `on_evict(hash)` is called after a READY block has gone without anyone having asked for it, `priority(hash)` when a block
-    comes.
+    blocks pass between device and disk when the host tier is off. `on_evict(hash)` is called after a READY block has gone
+    without anyone having asked for it, `priority(hash)` when a block comes.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class HostArena:
         block_nbytes: int,
         capacity_nbytes: int,
         *,
-        clock_us: Callable[[], int],
         allocate: Allocator = PlainMemory,
         staging_slots: int = MIN_STAGING_SLOTS,
     ) -> None:
@@ -58,7 +56,6 @@ class HostArena:
         self.num_slots = num_slots if self.keeps else staging_slots
         self.on_evict: Callable[[bytes], None] = lambda block_hash: None
         self.priority: Callable[[bytes], int] = lambda block_hash: DEFAULT_PRIORITY
-        self._clock_us = clock_us
         self._memory: Memory = allocate(self.num_slots * self.slot_nbytes, self.slot_nbytes)
         # Slots that have held something; the others come into being when they are taken, so a large arena starts at once.
         self._slots: list[Slot] = []
@@ -175,7 +172,6 @@ class HostArena:
         if block_hash in self._by_hash:
             return None
         if not self.num_free:
-            self.expire()
             victim = self._queue.take({*protect, parent})
             if victim is None:
                 self._num_refused += 1
@@ -184,8 +180,7 @@ class HostArena:
             self._evict(victim)
         slot = self._take_free()
         slot.state, slot.hash, slot.parent, slot.depth = SlotState.WRITING, block_hash, parent, depth
-        slot.priority, slot.expires_us, slot.forgotten = self.priority(block_hash), NEVER, False
-        slot.kept = block_hash in self._kept
+        slot.priority, slot.forgotten, slot.kept = self.priority(block_hash), False, block_hash in self._kept
         slot.num_leases, slot.num_children = 0, self._children.get(block_hash, 0)
         self._by_hash[block_hash] = slot
         self._adopt(slot, +1)
@@ -225,21 +220,15 @@ class HostArena:
                 self.num_kept += 1 if kept else -1
                 self._queue.offer(slot)
 
-    def retain(self, block_hash: bytes, priority: int, expires_us: int) -> None:
-        """Give a block that is here another priority (0 to 100), until `expires_us`."""
+    def retain(self, block_hash: bytes, priority: int) -> None:
+        """Give a block that is here another priority (0 to 100), until it is given yet another."""
         slot = self._by_hash.get(block_hash)
         if slot is not None:
-            self._set_priority(slot, priority, expires_us)
+            self._set_priority(slot, priority)
 
-    def expire(self) -> None:
-        """Make ordinary again what was retained until now."""
-        now_us = self._clock_us()
-        while (slot := self._queue.take_expired(now_us)) is not None:
-            self._set_priority(slot, DEFAULT_PRIORITY, NEVER)
-
-    def _set_priority(self, slot: Slot, priority: int, expires_us: int) -> None:
+    def _set_priority(self, slot: Slot, priority: int) -> None:
         self.num_retained -= slot.retained
-        slot.priority, slot.expires_us = priority, expires_us
+        slot.priority = priority
         self.num_retained += slot.retained
         self._offer(slot)
 
@@ -247,7 +236,7 @@ class HostArena:
         """Put a slot where it belongs in the order of eviction, and hold the retained ones to their limit."""
         self._queue.offer(slot)
         while self.num_retained > self.retained_limit and (least := self._queue.take_retained()) is not None:
-            self._set_priority(least, DEFAULT_PRIORITY, NEVER)
+            self._set_priority(least, DEFAULT_PRIORITY)
 
     def remove(self, block_hash: bytes) -> bool:
         """Forget a READY block; its slot is free once the last lease ends. False if it is not here."""
@@ -319,7 +308,7 @@ class HostArena:
     def _free(self, slot: Slot) -> None:
         slot.state, slot.hash, slot.parent, slot.forgotten = SlotState.FREE, b"", b"", False
         slot.num_children = slot.num_leases = 0
-        slot.priority, slot.expires_us, slot.kept = DEFAULT_PRIORITY, NEVER, False
+        slot.priority, slot.kept = DEFAULT_PRIORITY, False
         self._free_ids.append(slot.id)
 
     def _unlink(self, slot: Slot) -> None:

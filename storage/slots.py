@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Protocol
 
 from tieredkv.errors import InvariantError
-from tieredkv.storage.tier import NEVER
 from tieredkv.types import DEFAULT_PRIORITY
 
 
@@ -26,8 +25,8 @@ class SlotState(enum.Enum):
 class Slot:
     """One place in the arena and the block in it. `hash` is empty while FREE; `last_use` counts uses, not time.
 
-    `kept` marks a block that a pin keeps. `priority` is the ordinary one again from `expires_us` on. `forgotten` marks a
-    block that was removed while it was leased: not findable, freed with the last lease.
+    `kept` marks a block that a pin keeps. `forgotten` marks one that was removed while it was leased: not findable, freed
+    with the last lease.
     """
 
     id: int
@@ -38,7 +37,6 @@ class Slot:
     num_leases: int = 0
     num_children: int = 0
     priority: int = DEFAULT_PRIORITY
-    expires_us: int = NEVER
     last_use: int = 0
     forgotten: bool = False
     kept: bool = False

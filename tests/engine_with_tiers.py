@@ -35,7 +35,7 @@ def running_engine(
     def make_tiers(pool, gate, wake):
         runner: FakeRunner = made["runner"]
         blocks = runner.slots.view(np.uint8).reshape(runner.num_blocks, -1)
-        host = HostArena(blocks.shape[1], (num_slots or 0) * 4096, clock_us=wall_clock_us, staging_slots=8)
+        host = HostArena(blocks.shape[1], (num_slots or 0) * 4096, staging_slots=8)
         disk = None
         if disk_path is not None:
 

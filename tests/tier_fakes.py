@@ -198,7 +198,7 @@ class TieredCore:
             runner = made["runner"]
             block_nbytes = runner.slots.nbytes // runner.num_blocks
             # Slots start at page borders: the capacity is counted in pages.
-            self.host = HostArena(block_nbytes, num_slots * 4096, clock_us=lambda: int(self.clock.now_s * 1e6))
+            self.host = HostArena(block_nbytes, num_slots * 4096)
             self.copies = HandCrankedCopies(runner)
             return Tiers(
                 pool, self.copies, self.host, disk, gate, clock=self.clock, timeout_s=5.0, block_nbytes=block_nbytes

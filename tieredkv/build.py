@@ -23,7 +23,7 @@ from tieredkv.gate import CostGate
 from tieredkv.metrics import EngineMetrics
 from tieredkv.runtime import free_memory_nbytes
 from tieredkv.storage.autocodec import make_codec
-from tieredkv.storage.disk import DiskStore, wall_clock_us
+from tieredkv.storage.disk import DiskStore
 from tieredkv.storage.host import MIN_STAGING_SLOTS, HostArena
 from tieredkv.storage.medium import Medium
 from tieredkv.storage.memory import PAGE_NBYTES, Allocator, PinnedMemory, PlainMemory
@@ -159,7 +159,6 @@ def _tiers_maker(
             host = HostArena(
                 block_nbytes,
                 host_nbytes,
-                clock_us=wall_clock_us,
                 allocate=allocate,
                 staging_slots=MIN_STAGING_SLOTS if host_nbytes else max(_STAGING_NBYTES // block_nbytes, 8),
             )

@@ -137,7 +137,7 @@ class Retentions:
             self._order[wish.priority].move_to_end(block_hash)
             if self._host is not None:
                 # It may have been one too many there before this use.
-                self._host.retain(block_hash, wish.priority, NEVER)
+                self._host.retain(block_hash, wish.priority)
         if noted:
             self._note_for_disk(noted[-1], now_us)
 
@@ -188,7 +188,7 @@ class Retentions:
                 self._order.setdefault(wish.priority, OrderedDict())[block_hash] = None
             self._pool.prioritize(block_hash, wish.priority)
             if self._host is not None:
-                self._host.retain(block_hash, wish.priority, NEVER)
+                self._host.retain(block_hash, wish.priority)
 
     def _hold_to_budget(self) -> None:
         """Forget wishes: of the lowest priority first, and among those what was used longest ago."""

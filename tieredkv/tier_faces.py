@@ -129,8 +129,8 @@ class HostTier(Protocol):
         """
         ...
 
-    def retain(self, block_hash: bytes, priority: int, expires_us: int) -> None:
-        """Give a block that is there another priority (0 to 100, 35 is ordinary), until `expires_us`."""
+    def retain(self, block_hash: bytes, priority: int) -> None:
+        """Give a block that is there another priority (0 to 100, 35 is ordinary), until it is given yet another."""
         ...
 
     def lease(self, block_hash: bytes) -> Lease | None:

@@ -56,7 +56,7 @@ class Copies:
         allocate, self.engine = copying_for(cast(Any, SimpleNamespace(pool=self.pool)), lambda: None)
         self.nbytes = sizes.num_copies * layout.block_nbytes
         # Blocks are whole pages, so slots follow one another without a gap.
-        self.arena = HostArena(layout.block_nbytes, self.nbytes, clock_us=lambda: 0, allocate=allocate)
+        self.arena = HostArena(layout.block_nbytes, self.nbytes, allocate=allocate)
         order = torch.randperm(sizes.num_copies).tolist()
         self.block_ids = [1 + i for i in order]
         self.slots = [self.arena.slot_view(i) for i in reversed(range(sizes.num_copies))]

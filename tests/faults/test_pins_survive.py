@@ -50,7 +50,7 @@ class Machine:
                 store = DiskStore.open(folder, DISK_NBYTES, clock_us=wall_clock_us)
                 return StorageWorkers(store, on_result=wake)
 
-            self.host = HostArena(block_nbytes, NUM_SLOTS * 4096, clock_us=wall_clock_us)
+            self.host = HostArena(block_nbytes, NUM_SLOTS * 4096)
             self.disk = ThreadedDisk(open_store, b"n" * 32, 60.0, self.clock)
             return Tiers(
                 pool,

@@ -110,7 +110,7 @@ class TestDiskConformance(TierConformance):
 class TestHostConformance(TierConformance):
     @pytest.fixture
     def tier(self, tmp_path):
-        arena = HostArena(BLOCK_NBYTES, ROOM * 20_480, clock_us=lambda: 0)
+        arena = HostArena(BLOCK_NBYTES, ROOM * 20_480)
         yield arena
         arena.check_integrity(num_leases=0, num_reservations=0)
         arena.close()

@@ -12,15 +12,14 @@ from tieredkv.errors import InvariantError, StorageError
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.memory import REGISTER_CHUNK_NBYTES, PinnedMemory, PlainMemory
 from tieredkv.storage.slots import Lease, Reservation
-from tieredkv.storage.tier import NEVER
 from tieredkv.types import DEFAULT_PRIORITY
 
 NBYTES = 5000
 SLOT_NBYTES = 8192
 
 
-def make_arena(num_slots: int = 4, **more) -> HostArena:
-    return HostArena(NBYTES, num_slots * SLOT_NBYTES, **({"clock_us": lambda: 0} | more))
+def make_arena(num_slots: int = 4) -> HostArena:
+    return HostArena(NBYTES, num_slots * SLOT_NBYTES)
 
 
 def store(
@@ -82,18 +81,17 @@ def test_a_parent_inherits_the_use_of_a_removed_child():
     assert name("b", 0) not in arena
 
 
-def test_low_priorities_go_first_and_expired_ones_are_ordinary_again():
-    now_us = [0]
-    arena = make_arena(5, clock_us=lambda: now_us[0])
+def test_low_priorities_go_first_and_blocks_are_as_old_as_they_are_once_they_are_ordinary_again():
+    arena = make_arena(5)
     store(arena, name("lent", 0), b"", 0)
-    arena.retain(name("lent", 0), 90, 10)
+    arena.retain(name("lent", 0), 90)
     store(arena, name("precious", 0), b"", 0, priority=90)
     store(arena, name("plain", 0), b"", 0)
     store(arena, name("cheap", 0), b"", 0, priority=1)
     store(arena, name("soon dear", 0), b"", 0)
-    arena.retain(name("soon dear", 0), 1, 10)
-    now_us[0] = 10
-    # The two that expired are as old as they are.
+    arena.retain(name("soon dear", 0), 1)
+    for block_hash in (name("lent", 0), name("soon dear", 0)):
+        arena.retain(block_hash, DEFAULT_PRIORITY)
     for i, gone in enumerate(("cheap", "lent", "plain", "soon dear")):
         assert name(gone, 0) in arena
         store(arena, name("new", i), b"", 0, priority=80)
@@ -125,7 +123,7 @@ def test_more_than_the_limit_is_not_retained():
     for i in range(4):
         store(arena, name("dear", i), b"", 0, priority=60)
     assert arena.num_retained == 2
-    arena.retain(name("dear", 0), 70, NEVER)
+    arena.retain(name("dear", 0), 70)
     assert arena.num_retained == 2
     for i in range(4):
         store(arena, name("plain", i), b"", 0)
@@ -181,7 +179,7 @@ def test_a_slot_being_filled_is_nobodys_yet():
 
 
 def test_without_capacity_blocks_only_pass_through():
-    arena = HostArena(NBYTES, 0, clock_us=lambda: 0, staging_slots=3)
+    arena = HostArena(NBYTES, 0, staging_slots=3)
     assert (arena.num_slots, arena.keeps) == (3, False)
     gone = []
     arena.on_evict = gone.append
@@ -200,7 +198,7 @@ def test_the_size_is_exact_and_slots_are_page_aligned():
     assert arena.address % 4096 == 0
     assert arena.slot_view(4).nbytes == NBYTES
     with pytest.raises(StorageError):
-        HostArena(0, 100, clock_us=lambda: 0)
+        HostArena(0, 100)
     with pytest.raises(StorageError):
         PlainMemory(1 << 62)
 
@@ -265,8 +263,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now_us = 0
-        self.arena = make_arena(NUM_SLOTS, clock_us=lambda: self.now_us)
+        self.arena = make_arena(NUM_SLOTS)
         self.ready: dict[bytes, bytes] = {}
         self.reservations: list[Reservation] = []
         self.leases: list[tuple[Lease, bytes]] = []

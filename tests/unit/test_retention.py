@@ -179,7 +179,7 @@ class Replay:
         self.retain, self.ttl_s = retain, ttl_s
         clock = lambda: self.now_s  # noqa: E731
         pool = BlockPool(num_blocks)
-        self.host = HostArena(1, num_slots * 4096, clock_us=lambda: int(self.now_s * 1e6))
+        self.host = HostArena(1, num_slots * 4096)
         gate = CostGate("always", 1, 1)
         tiers = Tiers(pool, _InstantCopies(), self.host, None, gate, clock=clock, block_nbytes=1) if num_slots else None
         self.cache = CacheManager(pool, 1, tiers=tiers, clock=clock)

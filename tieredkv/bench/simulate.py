@@ -24,7 +24,7 @@ from tieredkv.disk_tier import ThreadedDisk
 from tieredkv.errors import ConfigError, InvariantError
 from tieredkv.gate import CostGate
 from tieredkv.sequence import Sequence as TokenSequence
-from tieredkv.storage.disk import MIN_CAPACITY_NBYTES, DiskStore, wall_clock_us
+from tieredkv.storage.disk import MIN_CAPACITY_NBYTES, DiskStore
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.memory import PAGE_NBYTES
 from tieredkv.storage.record import HEADER_NBYTES
@@ -183,7 +183,7 @@ def _replay_tiers(workload: Workload, capacity: int, outcome: Outcome) -> None:
 def _replay_through(workload: Workload, capacity: int, outcome: Outcome, workers: StorageWorkers | None) -> None:
     pool = BlockPool(capacity + 2)
     host_slots = int(min(outcome.host_blocks, workload.num_unique + 1))
-    host = HostArena(_PAYLOAD_NBYTES, host_slots * PAGE_NBYTES, clock_us=wall_clock_us, staging_slots=64)
+    host = HostArena(_PAYLOAD_NBYTES, host_slots * PAGE_NBYTES, staging_slots=64)
     disk = ThreadedDisk(lambda: workers, _NAMESPACE, 60.0) if workers is not None else None
     gate = CostGate("always", 1, _PAYLOAD_NBYTES)
     tiers = Tiers(pool, _InstantCopies(), host, disk, gate, timeout_s=60.0, block_nbytes=_PAYLOAD_NBYTES)
