@@ -47,7 +47,8 @@ from tieredkv.reports import (
     VerifyReport,
 )
 from tieredkv.types import Tier
-from tieredkv.warming import Warming, WarmPrompt
+from tieredkv.warm_job import WarmPrompt
+from tieredkv.warming import Warming
 
 if TYPE_CHECKING:
     from tieredkv.engine import Engine

@@ -19,7 +19,7 @@ from tieredkv.storage.record import HEADER_NBYTES
 from tieredkv.storage.rows import record_cost
 from tieredkv.storage.session import budget_nbytes_for
 from tieredkv.types import Tier
-from tieredkv.warming import DeferredPrompt, WarmPrompt
+from tieredkv.warm_job import DeferredPrompt, WarmPrompt
 
 _KEY_NBYTES = 8
 

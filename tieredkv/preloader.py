@@ -20,7 +20,8 @@ from tieredkv.preload_plan import Entry
 from tieredkv.reports import PinReport
 from tieredkv.storage.session import budget_nbytes_for
 from tieredkv.types import EngineOutput, EngineRequest, FinishReason, SamplingParams
-from tieredkv.warming import WarmPrompt, pin
+from tieredkv.warm_job import WarmPrompt
+from tieredkv.warming import pin
 
 UNSAVED_NBYTES = 64 * 1024**2
 MOST_AT_ONCE = 16

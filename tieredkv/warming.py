@@ -40,8 +40,6 @@ from tieredkv.types import (
 )
 from tieredkv.warm_job import DeferredPrompt, WarmJob, WarmPrompt
 
-__all__ = ["DeferredPrompt", "WarmPrompt", "Warming", "pin"]
-
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 

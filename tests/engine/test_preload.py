@@ -20,7 +20,8 @@ from tieredkv.engine import Engine
 from tieredkv.preloader import Preloader
 from tieredkv.storage.disk import DiskStore
 from tieredkv.types import Tier
-from tieredkv.warming import Warming, WarmPrompt
+from tieredkv.warm_job import WarmPrompt
+from tieredkv.warming import Warming
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 16

@@ -11,7 +11,8 @@ from tests.fakes import request
 from tests.unit.test_engine import collect, make_engine
 from tieredkv.errors import CapacityError, RequestError
 from tieredkv.types import Tier
-from tieredkv.warming import MAX_FINISHED_JOBS, MAX_OPEN_JOBS, DeferredPrompt, Warming, WarmPrompt
+from tieredkv.warm_job import DeferredPrompt, WarmPrompt
+from tieredkv.warming import MAX_FINISHED_JOBS, MAX_OPEN_JOBS, Warming
 
 BLOCK = 8
 

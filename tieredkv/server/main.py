@@ -35,7 +35,8 @@ from tieredkv.server.connection import BoundedProtocol
 from tieredkv.server.display import LoadProgress, print_summary
 from tieredkv.server.service import Service
 from tieredkv.server.warm import check_prompt_file, deferred_prompts
-from tieredkv.warming import DeferredPrompt, Warming
+from tieredkv.warm_job import DeferredPrompt
+from tieredkv.warming import Warming
 
 if TYPE_CHECKING:
     from tieredkv.engine import Engine

@@ -16,7 +16,7 @@ from tieredkv.hashing import owner_label, tenant_salt
 from tieredkv.prompt_file import PromptFile, PromptLine, complain, is_token_list
 from tieredkv.server.prompts import encode_beginning, parse_messages, parse_prompts
 from tieredkv.tokenizer import Tokenizer
-from tieredkv.warming import DeferredPrompt, WarmPrompt
+from tieredkv.warm_job import DeferredPrompt, WarmPrompt
 
 
 def check_prompt_file(path: Path) -> list[PromptLine]:

@@ -27,7 +27,7 @@ from tieredkv.server.admin.call import Call, RecordResponse, refusal
 from tieredkv.server.errors import error_object
 from tieredkv.server.sse import EventStream
 from tieredkv.types import SHARED_OWNER, Tier
-from tieredkv.warming import WarmPrompt
+from tieredkv.warm_job import WarmPrompt
 
 
 async def cache(call: Call) -> Response:
