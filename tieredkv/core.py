@@ -245,7 +245,6 @@ class EngineCore:
 
     def flush(self, timeout_s: float) -> bool:
         """Save all blocks that no lower tier is certain to keep; False if `timeout_s` seconds were not enough."""
-
         return self.tiers is None or self.tiers.flush(timeout_s, self.wait)
 
     def close(self, timeout_s: float) -> bool:
