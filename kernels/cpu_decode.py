@@ -43,7 +43,8 @@ _TOKENS = 32
 _AHEAD = 64
 # Threads up to which every sequence is cut; with more of them many sequences are shared out whole.
 _MOST_PIECES = 4
-_LOWEST = -3e38
+# Less than any score; far enough from the end of float32 for the exponential.
+_LOWEST = -1e38
 
 
 @functools.cache

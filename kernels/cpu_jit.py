@@ -161,17 +161,16 @@ class Emitter:
         return self.call("llvm.vector.reduce.fmax.v16f32", F32, value, fastmath=("nnan",))
 
     def exp(self, value: Value) -> Value:
-        """e^value to 3e-6 of itself, for values that are clamped to +-87: 2^whole by the exponent, 2^rest by its series."""
-        b = self.b
-        low = self.greater(floats(-87.0), value)
-        power = b.fmul(b.select(b.fcmp_ordered("<", floats(87.0), low), floats(87.0), low), floats(1.4426950408889634))
+        """e^value to 3e-6 of itself, for numbers down to -1e38: 2^rest by its series, times 2^whole by the exponent."""
+        power = self.b.fmul(value, floats(1.4426950408889634))
         whole = self.call("llvm.rint.v16f32", FLOATS, power)
-        rest = b.fsub(power, whole)
+        rest = self.b.fsub(power, whole)
         series = floats(0.0013333558)
         for factor in (0.0096181291, 0.0555041087, 0.2402265070, 0.6931471806, 1.0):
             series = self.call("llvm.fma.v16f32", FLOATS, series, rest, floats(factor))
-        shift = b.shl(b.fptosi(whole, INTS), ir.Constant(INTS, [23] * LANES))
-        return b.bitcast(b.add(b.bitcast(series, INTS), shift), FLOATS)
+        all_lanes, as_set = ir.Constant(ir.IntType(LANES), -1), ir.Constant(I32, 4)
+        scale = "llvm.x86.avx512.mask.scalef.ps.512"
+        return self.call(scale, FLOATS, series, whole, series, all_lanes, as_set)
 
     def loop(
         self,

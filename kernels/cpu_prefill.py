@@ -34,7 +34,7 @@ from tieredkv.kernels.cpu_linear import MOST_ROWS, PANEL, multiply
 logger = logging.getLogger(__name__)
 
 _KEYS = 64
-_LOWEST = -3e38
+_LOWEST = -1e38
 _MOST_HEAD_DIM = 256
 # Queries up to which a long context is cut into pieces.
 _FEW_QUERIES = 64
@@ -297,7 +297,7 @@ class _Prefill:
             weight = e.at(self.keys, i64(panel * 2 * PANEL * self.dim))
             multiply(e, rows, q, self.q_stride, weight, i64(self.dim // 2), e.at(self.sums, i64(panel * _SUMS_NBYTES)))
 
-        def weigh(row: Value, _: Any) -> None:
+        def weigh(row: Value, masked: bool) -> None:
             mine = e.at(state, e.mul(row, i64(state_nbytes)))
             at = e.add(first_at, row)
             edge = b.sub(at, self.window)
@@ -306,10 +306,11 @@ class _Prefill:
             seen, scores = [], []
             for part in range(_KEYS // LANES):
                 numbers = cpu_jit.constant(cpu_jit.INTS, [part * LANES + lane for lane in range(LANES)])
-                seen.append(b.and_(b.icmp_signed("<=", numbers, high), b.icmp_signed(">", numbers, low)))
+                if masked:
+                    seen.append(b.and_(b.icmp_signed("<=", numbers, high), b.icmp_signed(">", numbers, low)))
                 place = e.add(e.mul(row, i64(4 * PANEL)), i64(part // 2 * _SUMS_NBYTES + part % 2 * 64))
                 score = b.fmul(e.load(cpu_jit.FLOATS, e.at(self.sums, place), 64), self.scale)
-                scores.append(b.select(seen[-1], score, floats(_LOWEST)))
+                scores.append(b.select(seen[-1], score, floats(_LOWEST)) if masked else score)
             greatest = functools.reduce(e.greater, scores)
             top_at, total_at = e.at(mine, i64(4 * self.dim)), e.at(mine, i64(4 * self.dim + 4))
             before = e.load(cpu_jit.F32, top_at, 4)
@@ -318,15 +319,23 @@ class _Prefill:
                 e.exp(e.splat(b.fsub(before, top), cpu_jit.FLOATS)), cpu_jit.constant(cpu_jit.I32, 0)
             )
             total = floats(0.0)
-            for part, (known, score) in enumerate(zip(seen, scores, strict=True)):
-                weight = b.select(known, e.exp(b.fsub(score, e.splat(top, cpu_jit.FLOATS))), floats(0.0))
+            for part, score in enumerate(scores):
+                weight = e.exp(b.fsub(score, e.splat(top, cpu_jit.FLOATS)))
+                if masked:
+                    weight = b.select(seen[part], weight, floats(0.0))
                 total = b.fadd(total, weight)
                 e.store_halves(weight, e.at(self.weights, e.add(e.mul(row, i64(2 * _KEYS)), i64(32 * part))))
             e.store(top, top_at, 4)
             e.store(b.fadd(b.fmul(e.load(cpu_jit.F32, total_at, 4), fading), e.sum(total)), total_at, 4)
             e.store(fading, e.at(self.fading, e.mul(row, i64(4))), 4)
 
-        e.loop(i64(0), rows, 1, weigh)
+        # Most keys lie before all queries: nothing to mask.
+        before = b.icmp_signed("<=", e.add(key, i64(_KEYS - 1)), first_at)
+        with b.if_else(b.and_(before, b.icmp_signed("<=", self.window, i64(0)))) as (then, otherwise):
+            with then:
+                e.loop(i64(0), rows, 1, lambda row, _: weigh(row, False))
+            with otherwise:
+                e.loop(i64(0), rows, 1, lambda row, _: weigh(row, True))
         for panel in range(self.dim // PANEL):
             weight = e.at(self.values, i64(panel * _KEYS // 2 * 4 * PANEL))
             multiply(e, rows, self.weights, i64(2 * _KEYS), weight, i64(_KEYS // 2), self.sums)
