@@ -43,8 +43,8 @@ from tieredkv.types import EngineRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-# What the first prompt would wait for: on a GPU kernels made on demand, on a CPU, once the model was checked, fresh memory
-# alone, which is 10 ms for 1,024 tokens.
+# What the first prompt would wait for: on a GPU kernels made on demand; on a CPU, once the model was checked, fresh memory
+# alone, which is at most 30 ms for 1,024 tokens.
 _WARM_UP_TOKENS = {"cuda": 512, "cpu": 64}
 _CHECK_TOKENS = 40
 # Sequences side by side: prefills together, decodes beside a prefill, many decodes, and a few, which the CPU attends to in
