@@ -149,6 +149,9 @@ def quick_construction() -> Iterator[None]:
     def real_arange(*arguments: Any, device: Any = None, **more: Any) -> Any:
         return arange(*arguments, device="cpu" if device is None else device, **more)
 
+    # The first use of a device context notes for good which functions make tensors: it has to see torch's own.
+    with torch.device("meta"):
+        torch.empty(0)
     for kind, reset in zip(kinds, resets, strict=True):
         kind.reset_parameters = quiet(reset)
     torch.arange = real_arange

@@ -8,6 +8,8 @@ computed by one may be read by the other.
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from tieredkv.config import ModelConfig
 from tieredkv.errors import ConfigError, UnsupportedModelError
 from tieredkv.layout import KVLayout, Namespace
 from tieredkv.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 # Settings that say nothing about what a layer computes, so that changing them keeps the cache.
 _NOT_ARCHITECTURE = frozenset(
@@ -252,7 +256,11 @@ def _load_weights(checkpoint: Checkpoint, hf_config: Any, dtype: torch.dtype, de
         try:
             with lean.quick_construction():
                 model, info = load()
-        except RuntimeError:
+        except RuntimeError as error:
+            # torch names the device "meta" where a constructor mixes its numbers with real ones.
+            if re.search(r"\bmeta\b", str(error)) is None:
+                raise
+            logger.info("the model's constructor needs real numbers, so it is loaded anew: %s", error)
             model, info = load()
     if missing := sorted(info["missing_keys"]):
         raise UnsupportedModelError(f"the checkpoint lacks the weight {missing[0]} (and {len(missing) - 1} more)")

@@ -94,3 +94,12 @@ def test_layers_made_outside_are_filled_as_ever():
         assert torch.nn.Linear(8, 8).weight.abs().sum() > 0
         assert torch.arange(3).device.type == "cpu"
     assert torch.arange(3, device="meta").is_meta
+
+
+def test_device_contexts_reach_arange_again_afterwards():
+    code = (
+        "import torch; from tieredkv import lean\n"
+        "with lean.quick_construction(), torch.device('meta'): torch.zeros(3)\n"
+        "with torch.device('meta'): print(torch.arange(3).device)"
+    )
+    assert run(code) == ["meta"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.engine.test_model_runner import sequences
 from tests.models_for_tests import ARCHITECTURES, EOS_TOKEN_ID, VOCAB_SIZE, build, config_of, hf_tokenizer
@@ -375,6 +375,46 @@ def test_a_checkpoint_with_a_missing_weight_is_refused(tmp_path):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UnsupportedModelError, match=r"lacks the weight model\.layers\.1\.mlp\.up_proj\.weight"):
         load(folder)
+
+
+class MixingConstructor(LlamaForCausalLM):
+    """A model whose constructor adds what `torch.arange` makes to what other functions make."""
+
+    num_made = 0
+
+    def __init__(self, config) -> None:
+        type(self).num_made += 1
+        super().__init__(config)
+        assert (torch.arange(3) + torch.zeros(3)).shape == (3,)
+
+
+class TooLargeConstructor(LlamaForCausalLM):
+    num_made = 0
+
+    def __init__(self, config) -> None:
+        type(self).num_made += 1
+        super().__init__(config)
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
+def serve_as(model_class: type, monkeypatch) -> None:
+    monkeypatch.setitem(AutoModelForCausalLM._model_mapping._extra_content, LlamaConfig, model_class)
+
+
+def test_a_model_whose_constructor_mixes_devices_is_loaded_all_the_same(tmp_path, monkeypatch):
+    folder = build("llama", tmp_path / "tiny")
+    expected = load(folder).model.state_dict()
+    serve_as(MixingConstructor, monkeypatch)
+    found = load(folder).model.state_dict()
+    assert MixingConstructor.num_made == 2
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_a_model_that_fails_in_another_way_is_not_tried_again(tmp_path, monkeypatch):
+    serve_as(TooLargeConstructor, monkeypatch)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        load(build("llama", tmp_path / "tiny"))
+    assert TooLargeConstructor.num_made == 1
 
 
 def test_folders_that_are_no_models(tmp_path):
