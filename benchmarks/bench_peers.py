@@ -20,8 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import datetime
-import json
 import math
 import random
 import statistics
@@ -29,45 +27,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, memory_map, servers
 from benchmarks.bench_serving import Prompts, generate, generate_together, model_folder, running, say
-from benchmarks.figures import RESULTS
+from benchmarks.peer_table import HIGHER, LOWER, PeerTable, Row, absolute, compare, todays_stem
 from benchmarks.servers import MODEL_NAME, Server, ServerError
 from tieredkv.bench import datasets
 from tieredkv.bench import serve as load
 from tieredkv.bench.client import LoadError
-
-LOWER, HIGHER = "at most", "at least"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A figure of ours beside a peer's (or a fixed reference); `ratio` is ours over theirs."""
-
-    figure: str
-    unit: str
-    ours: float
-    peer: str
-    theirs: float | None
-    ratio: float
-    bound: str
-    target: float
-
-    @property
-    def reached(self) -> bool:
-        return self.ratio <= self.target if self.bound == LOWER else self.ratio >= self.target
-
-
-def compare(figure: str, unit: str, ours: float, peer: str, theirs: float, bound: str, target: float) -> Row:
-    return Row(figure, unit, ours, peer, theirs, ours / theirs, bound, target)
-
-
-def absolute(figure: str, unit: str, ours: float, bound: str, target: float, peer: str = "fixed") -> Row:
-    return Row(figure, unit, ours, peer, None, ours, bound, target)
 
 
 class Bench:
@@ -457,22 +426,6 @@ PARTS: dict[str, Callable[[Bench], list[Row]]] = {
 }
 
 
-def as_text(result: dict[str, Any]) -> str:
-    lines = [f"{key:13} {value}" for key, value in result["machine"].items()]
-    lines += ["", f"{'figure':58}{'ours':>10}{'theirs':>10}  {'unit':11}{'peer':18}{'ratio':>8}  target"]
-    for part, found in result["parts"].items():
-        lines.append(f"-- {part} ({found['measured']})")
-        for row in (Row(**r) for r in found["rows"]):
-            theirs = "" if row.theirs is None else f"{row.theirs:.1f}"
-            ratio = "" if row.theirs is None else f"{row.ratio:.2f}"
-            verdict = "reached" if row.reached else "missed"
-            lines.append(
-                f"{row.figure:58}{row.ours:10.1f}{theirs:>10}  {row.unit:11}{row.peer:18}{ratio:>8}  "
-                f"{row.bound} {row.target:g}: {verdict}"
-            )
-    return "\n".join(lines) + "\n"
-
-
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench_peers", description="This server beside its peers.")
     parser.add_argument(
@@ -501,25 +454,22 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_arguments(argv)
     servers.leave_on_sigterm()
-    stem = RESULTS / f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-peers"
-    result: dict[str, Any] = {"machine": machine.describe(), "parts": {}}
-    if options.save and stem.with_suffix(".json").exists():
-        result["parts"] = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))["parts"]
+    stem, table = todays_stem(), PeerTable(machine.describe())
+    if options.save:
+        table.take_parts(stem)
     try:
         for script in ("setup_vllm.sh", "setup_lmcache.sh", "setup_llama.sh") if options.setup else ():
             servers.set_up(script)
         bench = Bench(options)
         for name in options.only or PARTS:
             say(f"-- {name}")
-            rows = PARTS[name](bench)
-            result["parts"][name] = {"measured": machine.describe()["commit"], "rows": [asdict(row) for row in rows]}
+            table.add(name, rows=PARTS[name](bench), commit=machine.describe()["commit"])
             if options.save:
-                stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-                stem.with_suffix(".txt").write_text(as_text(result), encoding="utf-8")
+                table.save(stem)
     except (LoadError, ServerError) as error:
         say(f"bench_peers: {error}")
         return 2
-    print(as_text(result), end="")
+    print(table.as_text(), end="")
     return 0
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.figures import FIGURES, Contender, as_text, collect
 from benchmarks.load import run_load
+from benchmarks.peer_table import HIGHER, LOWER, PeerTable, absolute, compare
 from benchmarks.servers import Server, ServerError, http_get
 from tieredkv.bench.client import CHAT, Cut, LoadError, StreamResult, request_stream
 
@@ -369,6 +370,34 @@ def test_the_table_names_every_figure_and_server() -> None:
     for word in ("tieredkv", "vllm", *(figure.label for figure in FIGURES)):
         assert word in text
     assert "HTTP and scheduling add 0.50 ms" in text
+
+
+def test_rows_of_the_peers_are_judged_in_their_direction() -> None:
+    assert compare("TTFT", "ms", 90, "vllm", 100, LOWER, 0.9).reached
+    assert not compare("TTFT", "ms", 91, "vllm", 100, LOWER, 0.9).reached
+    assert compare("output", "tok/s", 125, "vllm", 100, HIGHER, 1.25).reached
+    assert not compare("output", "tok/s", 124, "vllm", 100, HIGHER, 1.25).reached
+    assert not absolute("memory", "MiB", 601, LOWER, 600).reached
+
+
+def test_a_part_measured_again_replaces_its_rows_and_no_others(tmp_path) -> None:
+    stem = tmp_path / "2026-01-02-peers"
+    table = PeerTable({"cpu": "one"})
+    table.take_parts(stem)
+    table.add("latency", "aaa", [compare("TTFT", "ms", 50, "vllm", 100, LOWER, 0.9)])
+    table.add("footprint", "aaa", [absolute("memory", "MiB", 700, LOWER, 600)])
+    table.save(stem)
+    again = PeerTable({"cpu": "one"})
+    again.take_parts(stem)
+    assert again == table
+    again.add("footprint", "bbb", [absolute("memory", "MiB", 500, LOWER, 600)])
+    again.save(stem)
+    parts = json.loads(stem.with_suffix(".json").read_text())["parts"]
+    assert parts["latency"] == table.parts["latency"]
+    assert [row["ours"] for row in parts["footprint"]["rows"]] == [500]
+    lines = stem.with_suffix(".txt").read_text().splitlines()
+    assert [line.split()[-1] for line in lines[-4:]] == ["(aaa)", "reached", "(bbb)", "reached"]
+    assert table.as_text().splitlines()[-1].endswith("at most 600: missed")
 
 
 HEALTHY = """
