@@ -113,7 +113,7 @@ def bench_linear() -> None:
         packed = [StackedLinear([layer]) for layer in layers]
         for linear in packed:
             linear.pack(release=False)
-        for rows in (1, 4, 8, 16, 256):
+        for rows in (1, 4, 8, 16, 32, 256):
             if rows == 256 and width_out == VOCABULARY:
                 continue
             x = torch.randn(rows, width_in).bfloat16()
@@ -130,9 +130,11 @@ def bench_attention() -> None:
     """One layer's reads and attention, over contexts scattered in a pool of 30 layers."""
     import numpy as np
     import torch
+    from numpy.typing import NDArray
 
-    from tieredkv.kernels import reference
+    from tieredkv.kernels import cpu_decode, cpu_prefill, reference
 
+    compiled = cpu_decode.can_run(HEAD_DIM, HEADS // KV_HEADS, BLOCK_SIZE)
     num_layers, num_blocks, cpu = 30, 1000, torch.device("cpu")
     blocks = torch.randn(num_blocks, num_layers, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM).bfloat16()
     halves = blocks.view(-1, BLOCK_SIZE * KV_HEADS * HEAD_DIM)
@@ -148,9 +150,17 @@ def bench_attention() -> None:
             for layer in range(num_layers):
                 reference.decode_groups(q, halves, layer, plans, KV_HEADS, 0.125)
 
-        found = times_ms(decode)
-        show(f"decode, {len(lens)} sequences of about {lens[0]}, 30 layers", found)
-    for new, context in ((1024, 1024), (16, 1024), (256, 256)):
+        def decode_in_place(
+            q: torch.Tensor = q, tables: NDArray[np.int32] = tables, context_lens: NDArray[np.int32] = context_lens
+        ) -> None:
+            for layer in range(num_layers):
+                cpu_decode.paged_decode(q, blocks, layer, tables, context_lens, 0.125)
+
+        name = f"decode, {len(lens)} sequences of about {lens[0]}, 30 layers"
+        show(name, times_ms(decode))
+        if compiled:
+            show(f"{name}, in place", times_ms(decode_in_place))
+    for new, context in ((1024, 1024), (17, 1024), (256, 256)):
         table = rng.permutation(num_blocks)[: -(-context // BLOCK_SIZE)].astype(np.int32)
         plan = reference.plan_prefill(table, 0, new, context, num_layers, BLOCK_SIZE, cpu)
         q = torch.randn(new, HEADS, HEAD_DIM).bfloat16()
@@ -159,8 +169,14 @@ def bench_attention() -> None:
             for layer in range(num_layers):
                 reference.prefill_planned(q, halves, layer, plan, KV_HEADS, 0.125)
 
-        found = times_ms(prefill)
-        show(f"prefill, {new} of {context} tokens, 30 layers", found)
+        def prefill_in_place(q: torch.Tensor = q, table: NDArray[np.int32] = table, context: int = context) -> None:
+            for layer in range(num_layers):
+                cpu_prefill.paged_prefill(q, blocks, layer, table, context, 0.125)
+
+        name = f"prefill, {new} of {context} tokens, 30 layers"
+        show(name, times_ms(prefill))
+        if compiled and cpu_prefill.can_run(HEAD_DIM, HEADS // KV_HEADS, BLOCK_SIZE):
+            show(f"{name}, in place", times_ms(prefill_in_place))
 
 
 def bench_small() -> None:

