@@ -12,6 +12,7 @@ import pytest
 from tests.fakes import ManualClock, make_core, request
 from tests.tier_fakes import FakeDisk, TieredCore
 from tests.unit.test_tiers import churn, prompt, run
+from tieredkv.bench.simulate import InstantCopies
 from tieredkv.blocks import BlockPool
 from tieredkv.cache import CacheManager
 from tieredkv.gate import CostGate
@@ -154,23 +155,6 @@ def test_wishes_of_several_lengths_and_times_end_one_by_one():
         assert [wishes.priority(h) for h in hashes] == expected
 
 
-class _InstantCopies:
-    """Copies that are over at once and move nothing."""
-
-    def __init__(self) -> None:
-        self._done: list = []
-
-    def launch(self, copy) -> None:
-        self._done.append(copy)
-
-    def poll(self) -> list:
-        done, self._done = self._done, []
-        return done
-
-    def close(self) -> None:
-        pass
-
-
 class Replay:
     """A trace through pool, arena and cache as they are; one token stands for each of its blocks."""
 
@@ -181,7 +165,7 @@ class Replay:
         pool = BlockPool(num_blocks)
         self.host = HostArena(1, num_slots * 4096)
         gate = CostGate("always", 1, 1)
-        tiers = Tiers(pool, _InstantCopies(), self.host, None, gate, clock=clock, block_nbytes=1) if num_slots else None
+        tiers = Tiers(pool, InstantCopies(), self.host, None, gate, clock=clock, block_nbytes=1) if num_slots else None
         self.cache = CacheManager(pool, 1, tiers=tiers, clock=clock)
         self.cache.retentions = Retentions(
             pool, tiers, block_size=1, block_nbytes=1, budget=0.5, clock_us=lambda: int(self.now_s * 1e6)

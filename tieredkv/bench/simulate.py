@@ -145,7 +145,7 @@ def _admit(cache: CacheManager, sequence: TokenSequence, admitted: bool) -> None
         raise InvariantError(f"a pool of {cache.pool.num_usable} blocks refuses {sequence}")
 
 
-class _InstantCopies:
+class InstantCopies:
     """A copy engine whose copies are over at once and move nothing."""
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ def _replay_through(workload: Workload, capacity: int, outcome: Outcome, workers
     host = HostArena(_PAYLOAD_NBYTES, host_slots * PAGE_NBYTES, staging_slots=64)
     disk = ThreadedDisk(lambda: workers, _NAMESPACE, 60.0) if workers is not None else None
     gate = CostGate("always", 1, _PAYLOAD_NBYTES)
-    tiers = Tiers(pool, _InstantCopies(), host, disk, gate, timeout_s=60.0, block_nbytes=_PAYLOAD_NBYTES)
+    tiers = Tiers(pool, InstantCopies(), host, disk, gate, timeout_s=60.0, block_nbytes=_PAYLOAD_NBYTES)
     cache = CacheManager(pool, 1, tiers=tiers)
 
     def turn() -> list[TokenSequence]:
