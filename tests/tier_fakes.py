@@ -252,6 +252,9 @@ class TieredCore:
         copies = [*self.copies.launched, *self.copies._done]
         leased = sum(len(c.block_ids) for c in copies if c.to_device)
         writing = sum(len(c.block_ids) for c in copies if not c.to_device)
+        assert spiller._queued.keys() <= spiller._to_disk.keys(), (
+            "a slot is kept for a write that will never be asked for"
+        )
         self.host.check_integrity(
             num_leases=leased + spiller.num_storing + len(spiller._queued),
             num_reservations=writing + self.tiers.restorer.num_loading,

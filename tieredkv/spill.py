@@ -156,9 +156,11 @@ class Spiller:
 
     def _copy_coldest(self) -> int:
         room = self._watermark - (self._pool.num_free - self._pool.num_findable_free)
+        # What finds no place in the queue for the disk would leave slots that only let blocks pass, and be copied again.
+        most = self.blocks_per_step if self._host.keeps else self._max_storing - len(self._to_disk)
         chosen: dict[bytes, int] = {}
         for block_id in self._pool.coldest():
-            if room <= 0 or len(chosen) >= self.blocks_per_step:
+            if room <= 0 or len(chosen) >= min(most, self.blocks_per_step):
                 break
             room -= 1
             block_hash = self._pool.hash_of(block_id)
@@ -396,6 +398,7 @@ class Spiller:
             info = self._info.get(at)
             if info is None or at in self._barred:
                 self._to_disk.pop(block_hash, None)
+                self._unqueue(block_hash)
                 return
             if at in self._storing or at not in self._host:
                 return
