@@ -9,7 +9,7 @@ import pytest
 
 from tieredkv.bench.policies import POLICIES, next_uses, replay
 from tieredkv.bench.simulate import UNLIMITED, simulate
-from tieredkv.bench.traces import read_workload
+from tieredkv.bench.traces import TracedRequest, Workload, read_workload
 from tieredkv.cli.main import main
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.types import Tier
@@ -107,6 +107,25 @@ def test_tiers_below_hold_what_the_device_lost(workload):
         assert sum(tiered.hits[Tier.DEVICE]) <= alone.num_hits
         assert tiered.num_spilled <= workload.num_unique
         assert tiered.num_stored == (workload.num_unique if "disk_blocks" in below else 0)
+
+
+@pytest.mark.parametrize("below", [{"host_blocks": 4}, {"host_blocks": 63}, {"host_blocks": 200}, {"disk_blocks": 256}])
+def test_a_tier_holds_what_it_is_said_to_hold(below):
+    """Two prompts in turn, each as long as the device: what hits has come from the tier below, whatever its size."""
+    prompts = [
+        TracedRequest(tuple(bytes([who, i % 256, i // 256]) + bytes(29) for i in range(300)), 300) for who in (1, 2)
+    ]
+    (outcome,) = simulate(Workload("alternating", 1, tuple(prompts * 6)), ["lru"], [300], **below)
+    (size,) = below.values()
+    assert max(map(sum, zip(*outcome.hits.values(), strict=True))) <= size * 1.06
+    (large,) = simulate(Workload("alternating", 1, tuple(prompts * 6)), ["lru"], [300], **dict.fromkeys(below, 700))
+    assert large.num_hits == 10 * 300
+
+
+def test_a_tier_larger_than_the_workload_ends(workload):
+    small = Workload("small", 16, workload.requests[:2])
+    (outcome,) = simulate(small, ["lru"], [1], host_blocks=UNLIMITED)
+    assert outcome.num_hits <= small.num_blocks
 
 
 def test_hit_tokens_never_cover_a_whole_prompt(workload):
@@ -227,7 +246,11 @@ def test_bad_lines_are_named(tmp_path, line, complaint):
         ["--blocks", "0"],
         ["--blocks", "many"],
         ["--blocks", "1GiB"],
+        ["--blocks", "²"],
         ["--policy", "fifo", "--host-blocks", "5"],
+        ["--host-blocks", "3"],
+        ["--disk-blocks", "5"],
+        ["--plot", "/does/not/exist/picture.png"],
         ["--block-size", "17"],
         ["--plot", "picture.nonsense", "--policy", "lru", "--blocks", "10"],
     ],

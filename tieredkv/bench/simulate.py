@@ -25,7 +25,7 @@ from tieredkv.errors import ConfigError, InvariantError
 from tieredkv.gate import CostGate
 from tieredkv.sequence import Sequence as TokenSequence
 from tieredkv.storage.disk import MIN_CAPACITY_NBYTES, DiskStore
-from tieredkv.storage.host import HostArena
+from tieredkv.storage.host import MIN_STAGING_SLOTS, HostArena
 from tieredkv.storage.memory import PAGE_NBYTES
 from tieredkv.storage.record import HEADER_NBYTES
 from tieredkv.storage.rows import record_cost
@@ -39,6 +39,12 @@ UNLIMITED = math.inf
 DEFAULT_CAPACITIES = (1_000, 3_000, 6_000, 10_000, 30_000, 50_000, 100_000, UNLIMITED)
 DEFAULT_POLICIES = ("lru", *POLICIES)
 _PAYLOAD_NBYTES = 8
+# Longer than any pause that the tiers make.
+_BETWEEN_REQUESTS_S = 60.0
+# A store has room for 66 payloads at least, and its size goes in steps of 13.
+_LEAST_DISK_BLOCKS = 256
+# What passes through between device and disk where there is no host tier.
+_STAGING_SLOTS = 64
 _NAMESPACE = _ROOT = bytes(32)
 _ANSWER = b"\xff" * 32
 _SAMPLING = SamplingParams(max_tokens=1)
@@ -91,6 +97,12 @@ def simulate(
     for key, least, values in (("blocks", 1, capacities), ("tiers", 0, (host_blocks, disk_blocks))):
         if any(value < least for value in values):
             raise ConfigError(f"must be at least {least}", key=key)
+    for key, least, value in (
+        ("host_blocks", MIN_STAGING_SLOTS, host_blocks),
+        ("disk_blocks", _LEAST_DISK_BLOCKS, disk_blocks),
+    ):
+        if 0 < value < least:
+            raise ConfigError(f"must be 0 or at least {least}, as the tier simulated is the real one", key=key)
     if (host_blocks or disk_blocks) and any(policy != "lru" for policy in policies):
         raise ConfigError("tiers below the device are simulated for lru alone", key="policy")
     requests = [request.blocks for request in workload.requests]
@@ -182,12 +194,27 @@ def _replay_tiers(workload: Workload, capacity: int, outcome: Outcome) -> None:
 
 def _replay_through(workload: Workload, capacity: int, outcome: Outcome, workers: StorageWorkers | None) -> None:
     pool = BlockPool(capacity + 2)
-    host_slots = int(min(outcome.host_blocks, workload.num_unique + 1))
-    host = HostArena(_PAYLOAD_NBYTES, host_slots * PAGE_NBYTES, staging_slots=64)
+    # No more than there are blocks, and where there is a host tier, one that keeps what it gets.
+    host_slots = max(int(min(outcome.host_blocks, workload.num_unique + 1)), MIN_STAGING_SLOTS)
+    if outcome.host_blocks:
+        host = HostArena(_PAYLOAD_NBYTES, host_slots * PAGE_NBYTES)
+    else:
+        host = HostArena(_PAYLOAD_NBYTES, 0, staging_slots=_STAGING_SLOTS)
     disk = ThreadedDisk(lambda: workers, _NAMESPACE, 60.0) if workers is not None else None
     gate = CostGate("always", 1, _PAYLOAD_NBYTES)
-    tiers = Tiers(pool, InstantCopies(), host, disk, gate, timeout_s=60.0, block_nbytes=_PAYLOAD_NBYTES)
-    cache = CacheManager(pool, 1, tiers=tiers)
+    # Stands still while a request runs: what a disk refused is offered to it again with the next one, on any machine.
+    now_s = 0.0
+    tiers = Tiers(
+        pool,
+        InstantCopies(),
+        host,
+        disk,
+        gate,
+        clock=lambda: now_s,
+        timeout_s=_BETWEEN_REQUESTS_S,
+        block_nbytes=_PAYLOAD_NBYTES,
+    )
+    cache = CacheManager(pool, 1, tiers=tiers, clock=lambda: now_s)
 
     def turn() -> list[TokenSequence]:
         """Let everything below the device get on."""
@@ -200,6 +227,7 @@ def _replay_through(workload: Workload, capacity: int, outcome: Outcome, workers
 
     outcome.hits = {tier: [] for tier in Tier}
     for request in workload.requests:
+        now_s += _BETWEEN_REQUESTS_S
         sequence = _sequence(request, capacity + 1)
         cache.prepare(sequence)
         while cache.is_looking_up(sequence):

@@ -6,7 +6,6 @@ Turns flags into a call of `bench.simulate` and its outcomes into a table or JSO
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -86,10 +85,9 @@ def simulate(
     default = ("lru",) if host or disk else simulation.DEFAULT_POLICIES
     policies = [name.strip().lower().replace("-", "") for name in policy.split(",")] if policy is not None else default
     if plot is not None:
-        # Missing matplotlib is said before anything is computed.
-        from tieredkv.bench.plots import new_figure, plot_simulation
+        from tieredkv.bench.plots import check_place, plot_simulation
 
-        new_figure(1)
+        check_place(plot)
 
     with console.status("") as status:
         outcomes = simulation.simulate(
@@ -101,13 +99,12 @@ def simulate(
             progress=lambda text: status.update(f"Simulating {text}"),
         )
     rows = [_row(outcome, workload, block_nbytes, prefill_rate) for outcome in outcomes]
-    if plot is not None:
-        plot_simulation(plot, workload, outcomes)
     if as_json:
-        json.dump({"workload": _about(workload), "results": rows}, sys.stdout, indent=2)
-        print()
+        print(json.dumps({"workload": _about(workload), "results": rows}, indent=2))
     else:
         _print_table(workload, rows)
+    if plot is not None:
+        plot_simulation(plot, workload, outcomes)
     return 0
 
 
@@ -116,8 +113,9 @@ def _capacity(key: str, text: str, block_nbytes: int | None) -> float:
     text = text.strip().lower()
     if text in ("inf", "infinite", "unlimited"):
         return float("inf")
-    if text.isdigit():
-        return int(text)
+    if text.isascii() and text.isdigit():
+        # More digits than any number of blocks has would not fit a float.
+        return int(text) if len(text) <= 15 else float("inf")
     try:
         nbytes = parse_size(text)
     except ValueError:
