@@ -76,7 +76,7 @@ def raw_lines(path: Path) -> Iterator[RawLine]:
         number = 0
         while True:
             offset = file.tell()
-            data = file.readline(MAX_LINE_NBYTES + 1)
+            data = _read_line(path, file, number + 1)
             if not data:
                 return
             number += 1
@@ -86,6 +86,14 @@ def raw_lines(path: Path) -> Iterator[RawLine]:
                 offset, data = offset + len(_BOM), data[len(_BOM) :]
             if data.strip():
                 yield RawLine(number, offset, data)
+
+
+def _read_line(path: Path, file: BinaryIO, number: int) -> bytes:
+    """The next line, or the beginning of one that is too long."""
+    try:
+        return file.readline(MAX_LINE_NBYTES + 1)
+    except OSError as error:
+        complain(path, number, f"cannot be read: {error.strerror or error}")
 
 
 def parse_object(path: Path, line: RawLine) -> dict[str, Any]:
@@ -137,7 +145,7 @@ class PromptFile:
         """The line with this number, which starts at `offset`. Raises `ConfigError`, also when the file was changed."""
         with open_file(self.path) as file:
             file.seek(offset)
-            data = file.readline(MAX_LINE_NBYTES + 1)
+            data = _read_line(self.path, file, number)
         if not data.strip() or len(data) > MAX_LINE_NBYTES:
             complain(self.path, number, "was changed while it was being used")
         return self._parse(RawLine(number, offset, data))

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from tests import models_for_tests
-from tieredkv.bench.tiers import Hop, pays_from_tokens
+from tieredkv.bench.tiers import Hop, measure_disk, measure_lookup, pays_from_tokens
 from tieredkv.cli.main import main
+from tieredkv.errors import StorageError
 
 
 def test_every_hop_is_measured(tmp_path, monkeypatch, capsys):
@@ -31,6 +32,13 @@ def test_every_hop_is_measured(tmp_path, monkeypatch, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 
 
+def test_a_place_that_takes_no_files_is_told(tmp_path):
+    gone = tmp_path / "gone"
+    for measure in (lambda: measure_disk(4096, 1 << 20, "raw", gone), lambda: measure_lookup(16, gone)):
+        with pytest.raises(StorageError, match="gone"):
+            measure()
+
+
 def test_a_tier_pays_once_its_latency_is_made_up_for():
     # 1,000 bytes a token at 1 MB/s is 1 ms a token; computing is 2 ms a token; 100 ms of latency take 100 tokens.
     hop = Hop("disk to host", 16_000, 1e6, 0.1)
@@ -39,7 +47,14 @@ def test_a_tier_pays_once_its_latency_is_made_up_for():
 
 
 @pytest.mark.parametrize(
-    "flags", [["--total", "5"], ["--total", "x"], ["--disk-path", "/does/not/exist"], ["--block-size", "17"]]
+    "flags",
+    [
+        ["--total", "5"],
+        ["--total", "x"],
+        ["--total", "512TiB"],
+        ["--disk-path", "/does/not/exist"],
+        ["--block-size", "17"],
+    ],
 )
 def test_bad_flags_are_one_line_and_status_2(flags, capsys):
     assert main(["bench", "tiers", *flags]) == 2

@@ -12,13 +12,22 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.figures import FIGURES, Contender, as_text, collect
 from benchmarks.load import run_load
 from benchmarks.peer_table import HIGHER, LOWER, PeerTable, absolute, compare
 from benchmarks.servers import Server, ServerError, http_get
+from tieredkv.bench.answer import SOURCES, read_event
 from tieredkv.bench.client import CHAT, Cut, LoadError, StreamResult, request_stream
+from tieredkv.bench.serve import Served
 
+# What the parts of an event are called.
+NAMES = (
+    *("choices", "text", "delta", "content", "finish_reason", "error", "usage", "prompt_tokens", "completion_tokens"),
+    *("prompt_tokens_details", "cached_tokens", "tieredkv", *(f"{source}_tokens" for source in SOURCES)),
+)
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
 
 
@@ -214,11 +223,41 @@ def test_a_stream_that_ends_early_is_a_failure_with_what_came(num_events: int) -
     assert "ended early" in (result.error or "")
 
 
-@pytest.mark.parametrize("bad", [b"", b"garbage\r\n\r\n", b"HTTP/1.1 2", head() + b"zz\r\n"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"",
+        b"garbage\r\n\r\n",
+        b"HTTP/1.1 2",
+        head() + b"zz\r\n",
+        head() + b"-6\r\n",
+        head(status="302 Found", chunked=False),
+        head(chunked=False) + b"data: " + b"[" * 100_000 + b"\n\ndata: [DONE]\n\n",
+    ],
+)
 def test_whatever_comes_back_is_a_result(bad: bytes) -> None:
     result, _ = ask(lambda _: [bad])
     assert not result.ok
     assert result.error
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(ANYTHING)
+def test_an_event_of_any_shape_gives_counts_and_text_or_an_error(value: Any) -> None:
+    for message in (value, {"choices": value}, {"choices": [value]}, {"choices": [{"text": "a"}], "usage": value}):
+        said = read_event(json.dumps(message).encode())
+        served = Served(0, 0.0, StreamResult(usage=said.usage, text=said.text))
+        tokens = served.tokens_by_source
+        assert all(type(count) is int and count >= 0 for count in (*tokens.values(), served.cached_tokens))
+        assert served.cached_tokens <= served.num_prompt_tokens
+        assert isinstance(said.text, str)
+        assert said.error is None or (said.error.isprintable() and not said.has_token)
 
 
 @pytest.mark.parametrize("reset", [True, False])
@@ -254,6 +293,10 @@ def test_a_silent_server_runs_into_the_deadline() -> None:
     assert "no end within" in (result.error or "")
 
 
+def test_a_name_that_cannot_be_one_is_a_result() -> None:
+    assert "cannot connect" in (asyncio.run(request_stream("http://" + "a" * 70 + ".com", {})).error or "")
+
+
 def test_a_refused_connection_is_a_result() -> None:
     async def main() -> StreamResult:
         async with serving(lambda _: []) as fake:
@@ -269,7 +312,7 @@ def test_load_stays_on_this_machine(url: str) -> None:
         run_load(url, bodies=[{}], streams=1, seconds=0.1)
 
 
-@pytest.mark.parametrize("url", ["ftp://localhost", "127.0.0.1:8000", "http://", ""])
+@pytest.mark.parametrize("url", ["ftp://localhost", "127.0.0.1:8000", "http://", "", "http://a b", "http://a/\nX: y"])
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="must be a URL"):
         asyncio.run(request_stream(url, {}))

@@ -197,6 +197,8 @@ def test_long_prompts_are_cut():
         ("custom", '{"prompt": "a", "output_tokens": 0}', "output_tokens"),
         ("timed-trace", '{"hash_ids": "x"}', "hash_ids"),
         ("timed-trace", '{"hash_ids": [1], "timestamp": "x"}', "timestamp"),
+        ("timed-trace", '{"hash_ids": [1], "timestamp": -1e308}', "timestamp"),
+        ("timed-trace", '{"hash_ids": [1], "output_length": -5}', "output_length"),
     ],
 )
 def test_bad_files_are_named(tmp_path, dataset, text, complaint):
@@ -217,6 +219,10 @@ def test_bad_files_are_named(tmp_path, dataset, text, complaint):
         ["--base-url", "127.0.0.1:8000"],
         ["--base-url", "http://127.0.0.1:9"],
         ["--num-prompts", "0"],
+        ["--base-url", "http://127.0.0.1:9/a b"],
+        ["--api-key", "a\r\nb", "--model", "m"],
+        ["--plot", "/does/not/exist/x.png"],
+        ["--plot", "/"],
         ["--model", "m", "--plot", "x.nonsense", "--num-prompts", "1", "--output-len", "1"],
     ],
 )
@@ -224,3 +230,25 @@ def test_bad_flags_are_one_line_and_status_2(server, flags, capsys):
     where = [] if "--base-url" in flags else ["--base-url", server.url]
     assert main(["bench", "serve", *where, *flags]) == 2
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("tieredkv: error: ")
+    assert not server.asked
+
+
+@pytest.mark.parametrize("answer", [b"{}", b'{"data": [{"id": null}]}', b"[" * 100_000, b"\xff"])
+def test_a_server_that_names_no_model_is_one_line_and_status_2(answer, capsys):
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as httpd:
+        thread = threading.Thread(target=httpd.handle_request)
+        thread.start()
+        assert main(["bench", "serve", "--base-url", f"http://127.0.0.1:{httpd.server_port}"]) == 2
+        thread.join()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tieredkv: error: ")

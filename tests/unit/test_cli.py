@@ -107,6 +107,19 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, told):
     assert told in line
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_that_cannot_be_written_is_one_line_and_exit_code_2(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"hash_ids": [1]}')
+    for flags in (["--json"], []):
+        with open("/dev/full", "w") as full:
+            command = [sys.executable, "-m", "tieredkv", "simulate", str(trace), "--policy", "lru", *flags]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("tieredkv: error: ")
+
+
 def test_a_bad_file_is_named_with_its_key(capsys, tmp_path):
     file = tmp_path / "bad.toml"
     for text, told in (

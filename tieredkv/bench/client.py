@@ -23,6 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tieredkv.bench.answer import printable, read_event
+
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
@@ -166,6 +168,9 @@ async def request_stream(
         result.error = f"no end within {timeout_s:g} s"
     except OSError as error:
         result.error = f"cannot connect: {error}"
+    except UnicodeError:
+        # What sockets raise for a name that cannot be one.
+        result.error = f"cannot connect: {address.host!r} is no name of a host"
     finally:
         if recorder.transport is not None and not recorder.transport.is_closing():
             recorder.transport.abort()
@@ -189,18 +194,23 @@ class Address:
 
 def parse_address(url: str) -> Address:
     """The parts of an `http` or `https` URL. Raises `ValueError` for anything else."""
+    if not url.isprintable() or " " in url:
+        raise ValueError(f"must be a URL without spaces and control characters, got {url!r}")
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"must be a URL such as http://127.0.0.1:8000, got {url!r}")
+    if not parts.path.isascii():
+        raise ValueError(f"must have a path in ASCII, percent-encoded where need be, got {url!r}")
     is_tls = parts.scheme == "https"
     return Address(parts.hostname, parts.port or (443 if is_tls else 80), is_tls, parts.path.rstrip("/"))
 
 
 def _request_bytes(address: Address, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> bytes:
     content = json.dumps(body).encode()
+    host = f"[{address.host}]" if ":" in address.host else address.host
     lines = [
         f"POST {address.path}{path} HTTP/1.1",
-        f"Host: {address.host}:{address.port}",
+        f"Host: {host}:{address.port}",
         "Content-Type: application/json",
         "Accept: text/event-stream",
         "Connection: close",
@@ -227,7 +237,8 @@ def _read_response(pieces: Sequence[tuple[float, bytes]], result: StreamResult) 
     chunked = headers.get("transfer-encoding", "").lower() == "chunked"
     payload, origins = _dechunk(rest, start) if chunked else (rest, [(0, start)])
     if result.status != 200:
-        result.error = payload.decode(errors="replace")[:500]
+        said_why = printable(payload.decode(errors="replace").strip())[:500]
+        result.error = said_why or f"status {result.status}"
         return
     ends, total = [], 0
     for _, data in pieces:
@@ -235,9 +246,17 @@ def _read_response(pieces: Sequence[tuple[float, bytes]], result: StreamResult) 
         ends.append(total)
     texts: list[str] = []
     for event, end in _events(payload):
-        _read_event(event, _arrival_s(pieces, ends, origins, end) - result.started_s, texts, result)
+        said = read_event(event)
+        result.done = result.done or said.done
+        result.error = said.error or result.error
+        result.usage = said.usage or result.usage
+        result.finish_reason = said.finish_reason or result.finish_reason
+        if said.has_token:
+            result.event_times_s.append(_arrival_s(pieces, ends, origins, end) - result.started_s)
+            texts.append(said.text)
     result.text = "".join(texts)
-    result.tokens = int((result.usage or {}).get("completion_tokens", len(result.event_times_s)))
+    counted = (result.usage or {}).get("completion_tokens")
+    result.tokens = len(result.event_times_s) if counted is None else counted
 
 
 def _dechunk(rest: bytes, start: int) -> tuple[bytes, list[tuple[int, int]]]:
@@ -248,7 +267,7 @@ def _dechunk(rest: bytes, start: int) -> tuple[bytes, list[tuple[int, int]]]:
             size = int(rest[at:line_end].split(b";")[0], 16)
         except ValueError:
             break
-        if size == 0:
+        if size <= 0:
             break
         begin = line_end + 2
         origins.append((len(payload), start + begin))
@@ -274,23 +293,3 @@ def _arrival_s(
     index = bisect_left(origins, (payload_end, 0)) - 1
     payload_start, wire_start = origins[index]
     return pieces[bisect_left(ends, wire_start + payload_end - payload_start)][0]
-
-
-def _read_event(event: bytes, arrival_s: float, texts: list[str], result: StreamResult) -> None:
-    if event == b"[DONE]":
-        result.done = True
-        return
-    try:
-        message = json.loads(event)
-    except ValueError:
-        message = {"error": f"not JSON: {event[:80]!r}"}
-    if message.get("error"):
-        result.error = json.dumps(message["error"])[:500]
-        return
-    result.usage = message.get("usage") or result.usage
-    if not message.get("choices"):
-        return
-    choice = message["choices"][0]
-    result.event_times_s.append(arrival_s)
-    texts.append(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
-    result.finish_reason = choice.get("finish_reason") or result.finish_reason

@@ -34,6 +34,8 @@ month lot right study book eye job word business issue side kind head house serv
 end member law car city name president team minute idea body information back parent face others level office door
 health person art war history party result change morning reason research girl guy moment air teacher force education
 """
+# Milliseconds since 1970 in the year 5138: what is beyond is no time of a trace.
+MOST_TIME_MS = 1e14
 SHAREGPT_FILE = "python_docs_sharegpt.json"
 QUESTIONS = (
     "What is this text about?",
@@ -182,13 +184,15 @@ def _timed_trace(options: DatasetOptions, rng: random.Random) -> list[Session]:
             raise ConfigError("hash_ids must be a list of whole numbers", source=where)
         if isinstance(time_ms, bool) or not isinstance(time_ms, int | float) or type(length) is not int:
             raise ConfigError("timestamp and output_length must be numbers", source=where)
+        if abs(time_ms) > MOST_TIME_MS or length < 0:
+            raise ConfigError(f"timestamp {time_ms} and output_length {length} are out of range", source=where)
         start_ms = time_ms if start_ms is None else start_ms
         for block in ids:
             if block not in texts:
                 texts[block] = _words(random.Random(f"{options.seed}/{block}"), options.trace_block_tokens)
         prompt = " ".join(texts[block] for block in ids)
         at_s = max(time_ms - start_ms, 0) / 1000 / options.speedup
-        sessions.append(_cut(Session([Turn(prompt, min(length, options.output_len), at_s)]), options))
+        sessions.append(_cut(Session([Turn(prompt, max(min(length, options.output_len), 1), at_s)]), options))
         if len(sessions) >= options.num_prompts:
             break
     return sessions

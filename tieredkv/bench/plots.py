@@ -5,11 +5,13 @@ Knows the data that `simulate` and `serve` report, nothing of how it came about.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tieredkv.bench.serve import SOURCES, Run, Served
+from tieredkv.bench.answer import SOURCES
+from tieredkv.bench.serve import Run, Served
 from tieredkv.bench.simulate import UNLIMITED, Outcome
 from tieredkv.bench.traces import Workload
 from tieredkv.errors import ConfigError
@@ -27,6 +29,21 @@ def new_figure(rows: int, width: float = 9.0, height: float = 4.5) -> tuple[Any,
     return figure, figure.subplots(rows, 1, squeeze=False)[:, 0]
 
 
+def check_place(path: Path) -> None:
+    """Raise `ConfigError` where no picture can be written to `path`, before anything is measured for it."""
+    figure, _ = new_figure(1)
+    kinds = figure.canvas.get_supported_filetypes()
+    ending = path.suffix.removeprefix(".").lower()
+    if ending and ending not in kinds:
+        raise ConfigError(f"must end in one of {', '.join(sorted(kinds))}", key="plot", source=str(path))
+    if path.is_dir() or not path.name:
+        raise ConfigError("is a directory", key="plot", source=str(path))
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no directory {str(path.parent)!r}", key="plot", source=str(path))
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError("may not be written", key="plot", source=str(path))
+
+
 def write_figure(figure: Any, path: Path) -> None:
     """Write it as what the name's ending says. Raises `ConfigError` for an unknown ending or a place that refuses it."""
     try:
@@ -40,15 +57,16 @@ def plot_simulation(path: Path, workload: Workload, outcomes: Sequence[Outcome])
     figure, (axes,) = new_figure(1)
     finite = [o.blocks for o in outcomes if o.blocks != UNLIMITED]
     most = max([*finite, workload.num_unique])
+    num_blocks = max(workload.num_blocks, 1)
     for policy in dict.fromkeys(o.policy for o in outcomes):
-        points = sorted((min(o.blocks, most), o.num_hits / workload.num_blocks) for o in outcomes if o.policy == policy)
+        points = sorted((min(o.blocks, most), o.num_hits / num_blocks) for o in outcomes if o.policy == policy)
         axes.plot(*zip(*points, strict=True), marker="o", label=policy)
     tiered = sorted((o for o in outcomes if len(o.hits) > 1), key=lambda o: o.blocks)
     if tiered:
         base = [0.0] * len(tiered)
         positions = [min(o.blocks, most) for o in tiered]
         for tier in tiered[0].hits:
-            top = [b + sum(o.hits[tier]) / workload.num_blocks for b, o in zip(base, tiered, strict=True)]
+            top = [b + sum(o.hits[tier]) / num_blocks for b, o in zip(base, tiered, strict=True)]
             axes.fill_between(positions, base, top, alpha=0.35, label=tier.value, color=TIER_COLORS[tier.value])
             base = top
     axes.set_xscale("log")

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tieredkv.bench.answer import SOURCES
 from tieredkv.bench.client import CHAT, COMPLETIONS, StreamResult, request_stream
 from tieredkv.bench.datasets import Session
 
-SOURCES = ("device", "host", "disk", "computed")
 PERCENTILES = (50, 90, 99)
 
 
@@ -107,7 +107,7 @@ class Served:
     def tokens_by_source(self) -> dict[str, int]:
         """Prompt tokens by where they came from. A server that tells no more than cached or not: device or computed."""
         found = (self.result.usage or {}).get("tieredkv") or {}
-        if all(f"{source}_tokens" in found for source in SOURCES):
+        if all(found.get(f"{source}_tokens") is not None for source in SOURCES):
             return {source: int(found[f"{source}_tokens"]) for source in SOURCES}
         cached = self.cached_tokens
         return {"device": cached, "host": 0, "disk": 0, "computed": max(self.num_prompt_tokens - cached, 0)}

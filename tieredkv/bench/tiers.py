@@ -11,12 +11,13 @@ tokens if bringing them up takes less time than computing them. Knows no HTTP.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -102,8 +103,7 @@ def measure_disk(block_nbytes: int, total_nbytes: int, codec: str, directory: Pa
     slot = memoryview(bytearray(block_nbytes))
     stores, loads, one_store, one_load = [], [], [], []
     for _ in range(_ROUNDS):
-        folder = Path(tempfile.mkdtemp(prefix="tieredkv-bench-", dir=directory))
-        try:
+        with _temporary_folder(directory) as folder:
             store = DiskStore.open(
                 folder / "store", 3 * count * block_nbytes + (64 << 20), codec=make_codec(codec, 2, folder)
             )
@@ -114,8 +114,6 @@ def measure_disk(block_nbytes: int, total_nbytes: int, codec: str, directory: Pa
                 one_load.append(_timed(partial(_load, store, records[:1], slot)))
             finally:
                 store.close()
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
     return [
         Hop(f"host to disk, {codec}", block_nbytes, (count - 1) * block_nbytes / min(stores), min(one_store)),
         Hop(f"disk to host, {codec}", block_nbytes, count * block_nbytes / min(loads), min(one_load)),
@@ -145,8 +143,7 @@ def measure_lookup(block_size: int, directory: Path | None) -> float:
     half = len(names) // 2
     parents = [_NAMESPACE, *names]
     payload = memoryview(bytes(64))
-    folder = Path(tempfile.mkdtemp(prefix="tieredkv-bench-", dir=directory))
-    try:
+    with _temporary_folder(directory) as folder:
         store = DiskStore.open(folder / "store", 256 << 20)
         try:
             _store(store, [BlockRecord(names[i], parents[i], i, _NAMESPACE, payload) for i in range(half)])
@@ -155,6 +152,17 @@ def measure_lookup(block_size: int, directory: Path | None) -> float:
             return _best(lambda: store.longest_prefix(names))
         finally:
             store.close()
+
+
+@contextlib.contextmanager
+def _temporary_folder(directory: Path | None) -> Iterator[Path]:
+    """A folder in `directory`, or where temporary files go, that is gone afterwards. Raises `StorageError`."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="tieredkv-bench-", dir=directory))
+    except OSError as error:
+        raise StorageError(f"cannot make a folder to measure in: {error}") from error
+    try:
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

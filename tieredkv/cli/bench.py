@@ -16,7 +16,7 @@ import typer
 
 from tieredkv.config import Config, format_size, parse_size
 from tieredkv.errors import ConfigError
-from tieredkv.runtime import maybe_reexec
+from tieredkv.runtime import free_memory_nbytes, maybe_reexec
 
 app = typer.Typer(
     name="bench",
@@ -92,10 +92,12 @@ def serve(
         parse_address(base_url)
     except ValueError as error:
         raise ConfigError(str(error), key="base_url") from None
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError("must be printable ASCII", key="api_key")
     if plot is not None:
-        from tieredkv.bench.plots import new_figure
+        from tieredkv.bench.plots import check_place
 
-        new_figure(1)
+        check_place(plot)
     sessions = datasets.build(
         datasets.DatasetOptions(
             dataset=dataset,
@@ -118,16 +120,15 @@ def serve(
     pace = load.Pace(request_rate, max_concurrency, seed)
     found = _run(target, sessions, pace, repeat)
     passes = load.summarize(found)
+    if as_json:
+        about = {"base_url": base_url, "model": target.model, "backend": backend, "dataset": dataset, "seed": seed}
+        print(json.dumps({**about, "passes": passes}, indent=2))
+    else:
+        _print_passes(passes)
     if plot is not None:
         from tieredkv.bench.plots import plot_run
 
         plot_run(plot, found)
-    if as_json:
-        about = {"base_url": base_url, "model": target.model, "backend": backend, "dataset": dataset, "seed": seed}
-        json.dump({**about, "passes": passes}, sys.stdout, indent=2)
-        print()
-    else:
-        _print_passes(passes)
     return 0 if all(p["completed"] and not p["failed"] for p in passes) else 1
 
 
@@ -154,6 +155,7 @@ def _run(target: Any, sessions: Sequence[Any], pace: Any, repeat: int) -> Any:
 
 def _first_model(base_url: str, api_key: str | None) -> str:
     """The first model that the server names. Raises `ConfigError` where it does not answer as an OpenAI-style server does."""
+    import http.client
     import urllib.error
     import urllib.request
 
@@ -162,12 +164,17 @@ def _first_model(base_url: str, api_key: str | None) -> str:
         request.add_header("Authorization", f"Bearer {api_key}")
     try:
         with urllib.request.urlopen(request, timeout=10) as response:
-            return str(json.load(response)["data"][0]["id"])
+            name = json.load(response)["data"][0]["id"]
     except urllib.error.HTTPError as error:
         with error:
             raise ConfigError(f"/v1/models answers {error.code}", key="base_url", source=base_url) from None
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"cannot be asked for its models: {error}", key="base_url", source=base_url) from None
+    # The last one: brackets nested deep enough exhaust the parser's stack.
+    except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"cannot be asked for its models: {why}", key="base_url", source=base_url) from None
+    if not isinstance(name, str) or not name:
+        raise ConfigError("names no model: give --model", key="base_url", source=base_url)
+    return name
 
 
 def _print_passes(passes: Sequence[Mapping[str, Any]]) -> None:
@@ -245,6 +252,9 @@ def tiers(
         raise ConfigError(f"{error}, got {total!r}", key="total") from None
     if total_nbytes < 1024**2:
         raise ConfigError(f"must be at least 1MiB, got {total!r}", key="total")
+    # The copies' source and target lie in memory at the same time.
+    if 2 * total_nbytes > free_memory_nbytes():
+        raise ConfigError(f"must be at most half of the free memory, got {total!r}", key="total")
     if disk_path is not None and not disk_path.is_dir():
         raise ConfigError("is no directory", key="disk_path", source=str(disk_path))
     given = {"model": model, "dtype": dtype, "device": device, "host_memory": 0, "enable_prefix_caching": False}
@@ -291,8 +301,7 @@ def tiers(
         ],
     }
     if as_json:
-        json.dump(result, sys.stdout, indent=2)
-        print()
+        print(json.dumps(result, indent=2))
     else:
         _print_tiers(result)
     return 0

@@ -6,6 +6,7 @@ Bad input is one line on stderr and exit code 2. Knows no command but that a ser
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -24,19 +25,36 @@ def main(argv: list[str] | None = None) -> int:
         maybe_reexec(sys.argv)
     import typer
 
-    from tieredkv.cli.app import make_app
+    from tieredkv.cli.app import SERVE, make_app
 
     # Typer brings its own copy of click or uses the installed one, depending on its version: take the class from typer.
     usage_error: Any = typer.BadParameter.__base__
     try:
         code = make_app(command)(args=argv, prog_name="tieredkv", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except usage_error as error:
         return _complain(error.format_message())
     except (AdminError, ConfigError, StorageError, UnsupportedModelError) as error:
         return _complain(str(error))
     except (typer.Abort, KeyboardInterrupt):
         return EXIT_INTERRUPTED
+    except OSError as error:
+        # A server that ends of one has more to tell than a line.
+        if command == SERVE:
+            raise
+        _drop_output()
+        return _complain(str(error))
     return code if isinstance(code, int) else 0
+
+
+def _drop_output() -> None:
+    """Let go of output that cannot be written, or the interpreter fails on it once more when it ends."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str) -> int:
