@@ -1,22 +1,26 @@
 """Micro-benchmarks of the CPU path: what `docs/performance.md` states, measured again.
 
-    python -m benchmarks.bench_kernels steps      whole forward passes: cold prefill, warm prefill, decode
-    python -m benchmarks.bench_kernels linear     products whose weights come from memory, not from the cache
-    python -m benchmarks.bench_kernels attention  decode and prefill attention of one layer
-    python -m benchmarks.bench_kernels small      normalisation, activation, rotation
+    python -m benchmarks.bench_kernels steps      whole forward passes, beside transformers' own layers
+    python -m benchmarks.bench_kernels linear     products whose weights come from memory, beside torch's
+    python -m benchmarks.bench_kernels attention  decode and prefill attention, in place beside torch over gathered blocks
+    python -m benchmarks.bench_kernels small      normalisation beside torch's; activation, rotation
+    python -m benchmarks.bench_kernels all --save all of them, written to benchmarks/results/
 
-Knows nothing of HTTP or scheduling; times are milliseconds, median (minimum). Nothing else may run on the machine.
+Knows nothing of HTTP or scheduling. Times are milliseconds, medians; what is compared runs by turns. Nothing else may run
+on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import statistics
 import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable
 
+from benchmarks.figures import RESULTS
 from benchmarks.machine import describe
 from tieredkv import runtime
 
@@ -24,31 +28,53 @@ from tieredkv import runtime
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 576, 1536, 9, 3, 64, 49152
 BLOCK_SIZE = 16
 
+Run = Callable[[], object]
+lines: list[str] = []
 
-def times_ms(run: Callable[[], object], *, budget_s: float = 0.3, least: int = 5) -> list[float]:
-    """Durations of repeated calls after two that do not count."""
-    run()
-    run()
-    found: list[float] = []
-    end_s = time.perf_counter() + budget_s
-    while len(found) < least or (time.perf_counter() < end_s and len(found) < 1000):
-        began_s = time.perf_counter()
+
+def say(line: str) -> None:
+    lines.append(line)
+    print(line, flush=True)
+
+
+def times_ms(runs: dict[str, Run], *, budget_s: float = 0.3, least: int = 5) -> dict[str, float]:
+    """Median duration of each of `runs`, which take turns, after two rounds that do not count."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for run in [*runs.values(), *runs.values()]:
         run()
-        found.append((time.perf_counter() - began_s) * 1e3)
-    return found
+    end_s = time.perf_counter() + budget_s * len(runs)
+    for count in range(1000):
+        if count >= least and time.perf_counter() >= end_s:
+            break
+        for name, run in runs.items():
+            began_s = time.perf_counter()
+            run()
+            found[name].append((time.perf_counter() - began_s) * 1e3)
+    return {name: statistics.median(each) for name, each in found.items()}
 
 
-def show(name: str, found: list[float], note: str = "") -> None:
-    print(f"{name:<52} {statistics.median(found):9.3f} ({min(found):.3f}) {note}", flush=True)
+def show(name: str, run: Run, beside: Run | None = None, *, budget_s: float = 0.3, note: str = "") -> float:
+    """Measure `run`, and `beside` by turns with it, and print both and their ratio; returns the milliseconds of `run`."""
+    runs = {"ours": run} | ({} if beside is None else {"beside": beside})
+    found = times_ms(runs, budget_s=budget_s)
+    other = f"{found['beside']:10.3f}{found['ours'] / found['beside']:8.2f}" if beside is not None else " " * 18
+    say(f"{name:<52}{found['ours']:10.3f}{other}  {note}".rstrip())
+    return found["ours"]
+
+
+def headline(title: str, beside: str) -> None:
+    say(f"\n{title:<52}{'ours ms':>10}{beside:>10}{'ratio':>8}")
 
 
 def bench_steps(profile_rows: int) -> None:
-    """Forward passes inside the engine's runner, batch layout and sampling included."""
+    """Forward passes inside the engine's runner, batch layout and sampling included, beside the same runner over
+    transformers' own layers.
+    """
     import torch
 
     from tieredkv.batch import build_batch
     from tieredkv.config import Config
-    from tieredkv.model_runner import ModelRunner
+    from tieredkv.model_runner import ModelRunner, StockForward
     from tieredkv.models import load_model
     from tieredkv.sequence import ScheduledSequence, Sequence
     from tieredkv.types import EngineRequest, SamplingParams
@@ -56,6 +82,9 @@ def bench_steps(profile_rows: int) -> None:
     config = Config.load({"dtype": "bfloat16", "num_gpu_blocks_override": 2000})
     runner = ModelRunner(load_model(config.model, BLOCK_SIZE), config)
     runner.warm_up()
+    # Another copy of the model: preparing the first one has emptied its layers.
+    unprepared = load_model(config.model, BLOCK_SIZE)
+    forwards = {"ours": runner.forward, "stock": StockForward(unprepared.model)}
     generator = torch.Generator().manual_seed(0)
 
     def sequences(lengths: Iterable[int]) -> list[Sequence]:
@@ -89,13 +118,22 @@ def bench_steps(profile_rows: int) -> None:
         "decode 8 streams of about 320 tokens": decode(range(300, 340, 5)),
         "decode 32 streams of about 320 tokens": decode(range(300, 332)),
     }
+
+    def by(forward: str, run: Run) -> Run:
+        def swapped() -> None:
+            runner.forward = forwards[forward]
+            run()
+
+        return swapped
+
+    headline("steps", "stock")
     for name, run in cases.items():
-        show(name, times_ms(run, budget_s=2.0))
+        show(name, by("ours", run), by("stock", run), budget_s=2.0)
         if profile_rows:
             from torch.profiler import ProfilerActivity, profile
 
             with profile(activities=[ProfilerActivity.CPU]) as record:
-                run()
+                by("ours", run)()
             print(record.key_averages().table(sort_by="self_cpu_time_total", row_limit=profile_rows))
 
 
@@ -113,17 +151,22 @@ def bench_linear() -> None:
         packed = [StackedLinear([layer]) for layer in layers]
         for linear in packed:
             linear.pack(release=False)
+        headline(f"{count} products with [{width_in}, {width_out}]", "torch")
         for rows in (1, 4, 8, 16, 32, 256):
             if rows == 256 and width_out == VOCABULARY:
                 continue
             x = torch.randn(rows, width_in).bfloat16()
-            for kind, run in (
-                ("plain", lambda x=x, plain=plain: [torch.nn.functional.linear(x, weight) for weight in plain]),
-                ("packed", lambda x=x, packed=packed: [linear(x) for linear in packed]),
-            ):
-                found = times_ms(run)
-                rate = f"{nbytes / min(found) / 1e6:6.1f} GB/s {rows * nbytes / min(found) / 1e6:7.0f} GFLOP/s"
-                show(f"{count} x [{rows}, {width_in}] x [{width_in}, {width_out}] {kind}", found, rate)
+
+            def ours(x: torch.Tensor = x, packed: list[StackedLinear] = packed) -> None:
+                for linear in packed:
+                    linear(x)
+
+            def theirs(x: torch.Tensor = x, plain: list[torch.Tensor] = plain) -> None:
+                for weight in plain:
+                    torch.nn.functional.linear(x, weight)
+
+            took_ms = show(f"{rows} rows", ours, theirs)
+            say(f"{'':52}{nbytes / took_ms / 1e6:10.1f} GB/s {rows * nbytes / took_ms / 1e6:8.0f} GFLOP/s")
 
 
 def bench_attention() -> None:
@@ -134,6 +177,7 @@ def bench_attention() -> None:
 
     from tieredkv.kernels import cpu_decode, cpu_prefill, reference
 
+    headline("attention", "gathered")
     compiled = cpu_decode.can_run(HEAD_DIM, HEADS // KV_HEADS, BLOCK_SIZE)
     num_layers, num_blocks, cpu = 30, 1000, torch.device("cpu")
     blocks = torch.randn(num_blocks, num_layers, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM).bfloat16()
@@ -157,9 +201,7 @@ def bench_attention() -> None:
                 cpu_decode.paged_decode(q, blocks, layer, tables, context_lens, 0.125)
 
         name = f"decode, {len(lens)} sequences of about {lens[0]}, 30 layers"
-        show(name, times_ms(decode))
-        if compiled:
-            show(f"{name}, in place", times_ms(decode_in_place))
+        show(name, *((decode_in_place, decode) if compiled else (decode,)))
     for new, context in ((1024, 1024), (17, 1024), (256, 256)):
         table = rng.permutation(num_blocks)[: -(-context // BLOCK_SIZE)].astype(np.int32)
         plan = reference.plan_prefill(table, 0, new, context, num_layers, BLOCK_SIZE, cpu)
@@ -174,9 +216,8 @@ def bench_attention() -> None:
                 cpu_prefill.paged_prefill(q, blocks, layer, table, context, 0.125)
 
         name = f"prefill, {new} of {context} tokens, 30 layers"
-        show(name, times_ms(prefill))
-        if compiled and cpu_prefill.can_run(HEAD_DIM, HEADS // KV_HEADS, BLOCK_SIZE):
-            show(f"{name}, in place", times_ms(prefill_in_place))
+        in_place = compiled and cpu_prefill.can_run(HEAD_DIM, HEADS // KV_HEADS, BLOCK_SIZE)
+        show(name, *((prefill_in_place, prefill) if in_place else (prefill,)))
 
 
 def bench_small() -> None:
@@ -187,42 +228,59 @@ def bench_small() -> None:
     from tieredkv.fused import rotate
     from tieredkv.norm import Norm
 
-    def cases(rows: int) -> dict[str, Callable[[], object]]:
+    headline("small operations", "torch")
+    for rows in (1, 8, 1024):
         x = torch.randn(rows, HIDDEN).bfloat16()
         norm = Norm(torch.randn(HIDDEN).bfloat16(), 1e-5)
         gate, up = torch.randn(rows, 2 * INTERMEDIATE).bfloat16().chunk(2, -1)
         qk = torch.randn(rows, HEADS + 2 * KV_HEADS, HEAD_DIM).bfloat16()[:, : HEADS + KV_HEADS]
         cos, sin = torch.randn(rows, 1, HEAD_DIM).bfloat16(), torch.randn(rows, 1, HEAD_DIM // 2).bfloat16()
-        return {
-            "rms_norm of torch": lambda: functional.rms_norm(x, (HIDDEN,), norm.weight, norm.eps),
-            "norm by weight normalisation": lambda: norm(x),
-            "silu(gate) * up": lambda: functional.silu(gate).mul_(up),
-            "rotary embedding": lambda: rotate(qk, cos, sin),
-        }
 
-    for rows in (1, 8, 1024):
-        for name, run in cases(rows).items():
-            show(f"{name}, {rows} rows", times_ms(run))
+        def normed(x: torch.Tensor = x, norm: Norm = norm) -> None:
+            norm(x)
+
+        def rms_norm(x: torch.Tensor = x, norm: Norm = norm) -> None:
+            functional.rms_norm(x, (HIDDEN,), norm.weight, norm.eps)
+
+        def activated(gate: torch.Tensor = gate, up: torch.Tensor = up) -> None:
+            functional.silu(gate).mul_(up)
+
+        def rotated(qk: torch.Tensor = qk, cos: torch.Tensor = cos, sin: torch.Tensor = sin) -> None:
+            rotate(qk, cos, sin)
+
+        show(f"RMS norm by weight normalisation, {rows} rows", normed, rms_norm)
+        show(f"silu(gate) * up, {rows} rows", activated)
+        show(f"rotary embedding, {rows} rows", rotated)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Micro-benchmarks of the CPU path.")
-    parser.add_argument("what", choices=("steps", "linear", "attention", "small"))
+    parser.add_argument("what", choices=("steps", "linear", "attention", "small", "all"))
     parser.add_argument(
         "--profile", type=int, default=0, metavar="ROWS", help="with `steps`: also the ROWS dearest operations"
     )
+    parser.add_argument("--save", action="store_true", help="write the result to benchmarks/results/")
     options = parser.parse_args()
     runtime.maybe_reexec(sys.argv)
     import torch
 
     torch.set_num_threads(runtime.num_cores())
     for key, value in describe().items():
-        print(f"# {key}: {value}")
+        say(f"{key:13} {value}")
+    parts: dict[str, Callable[[], None]] = {
+        "steps": lambda: bench_steps(options.profile),
+        "linear": bench_linear,
+        "attention": bench_attention,
+        "small": bench_small,
+    }
     with torch.inference_mode():
-        if options.what == "steps":
-            bench_steps(options.profile)
-        else:
-            {"linear": bench_linear, "attention": bench_attention, "small": bench_small}[options.what]()
+        for name, part in parts.items():
+            if options.what in (name, "all"):
+                part()
+    if options.save:
+        path = RESULTS / f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-kernels.txt"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        print(f"written to {path}")
 
 
 if __name__ == "__main__":

@@ -287,7 +287,7 @@ def _prepare(loaded: LoadedModel, path: _Path) -> _Prepared:
     if loaded.dtype != torch.float32 and not capped:
         noise = _difference(models.stock_logits(loaded.model, prompt, "eager"), expected)
         tolerance = max(tolerance, _CHECK_NOISE_RATIO * noise / _largest(expected))
-    prepared = _Prepared(_StockForward(loaded.model), expected, tolerance)
+    prepared = _Prepared(StockForward(loaded.model), expected, tolerance)
     fits = isinstance(path, _HostPath) and loaded.facts.is_plain
     if fits:
         _leave_files(loaded.model)
@@ -299,7 +299,7 @@ def _prepare(loaded: LoadedModel, path: _Path) -> _Prepared:
             candidate.pack()
         else:
             logger.warning("%s: fused layers deviate by %.2g, running transformers' own", loaded.name, deviation)
-            prepared.forward = _StockForward(loaded.model)
+            prepared.forward = StockForward(loaded.model)
     _prepared_models[loaded.model] = prepared
     return prepared
 
@@ -353,7 +353,7 @@ def _largest(logits: torch.Tensor) -> float:
     return max(logits.abs().max().item(), 1e-9)
 
 
-class _StockForward:
+class StockForward:
     """The transformers model driven from outside: everything as it computes it, but attention."""
 
     def __init__(self, model: Any) -> None:
