@@ -228,8 +228,10 @@ class EngineCore:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def work_idle(self) -> bool:
-        """With no request to serve, save what a restart would lose. True while there is more to do or to wait for."""
+    def work_idle(self, *, save: bool = True) -> bool:
+        """With no request to serve, let the tiers get on, and `save` what a restart would lose. True while there is more to
+        do or to wait for.
+        """
         if self.has_work:
             return False
         self.pins.expire()
@@ -238,7 +240,7 @@ class EngineCore:
             return False
         self.retentions.tell_disk()
         self.cache.poll()
-        busy = self.tiers.work_idle() or self.pins.busy
+        busy = (self.tiers.work_idle() if save else self.tiers.busy) or self.pins.busy
         self._report_gauges()
         self.events.publish()
         return busy

@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _TIER_POLL_S = 0.02
+# Saving begins when nothing was computed for this long: whoever asks next at once, as a chat or a benchmark does, would share
+# cores and memory with it.
+_REST_S = 0.05
 _DELIVERY_S = 0.005
 
 
@@ -252,12 +255,15 @@ class Engine:
         return self._core.close(timeout_s)
 
     def _run(self) -> None:
+        rested_from_s = 0.0
         try:
             while self._drain_inbox():
                 if self._core.has_work:
                     self._publish(self._core.step())
+                    rested_from_s = time.monotonic() + _REST_S
                 else:
-                    self._is_saving = self._core.work_idle()
+                    rested = time.monotonic() >= rested_from_s
+                    self._is_saving = self._core.work_idle(save=rested) or not rested
             self._dead = self._dead or "closed"
         except BaseException as error:
             logger.exception("the engine thread died")

@@ -188,6 +188,20 @@ def test_a_slow_disk_delays_a_request_no_longer_than_the_deadline():
     tiered.check_tiers()
 
 
+def test_a_core_that_is_told_not_to_save_starts_nothing_and_ends_what_is_under_way():
+    tiered = TieredCore(disk=FakeDisk())
+    run(tiered, request("a", prompt(60)))
+    assert not tiered.core.work_idle(save=False)
+    assert not tiered.crank()
+    assert tiered.core.work_idle()
+    while tiered.crank():
+        tiered.core.work_idle(save=False)
+    assert not tiered.core.work_idle(save=False)
+    tiered.check_tiers()
+    tiered.settle()
+    assert len(tiered.disk.blocks) == 7
+
+
 def test_a_lookup_that_hangs_delays_a_request_no_longer_than_its_deadline():
     tiered = saved()
     tiered.core.add(request("b", prompt(60)))
