@@ -13,15 +13,13 @@ on the machine.
 from __future__ import annotations
 
 import argparse
-import datetime
 import statistics
 import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable
 
-from benchmarks.figures import RESULTS
-from benchmarks.machine import describe
+from benchmarks.report import Report
 from tieredkv import runtime
 
 # SmolLM2-135M.
@@ -29,12 +27,6 @@ HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 576, 1536, 9, 3, 6
 BLOCK_SIZE = 16
 
 Run = Callable[[], object]
-lines: list[str] = []
-
-
-def say(line: str) -> None:
-    lines.append(line)
-    print(line, flush=True)
 
 
 def times_ms(runs: dict[str, Run], *, budget_s: float = 0.3, least: int = 5) -> dict[str, float]:
@@ -53,20 +45,22 @@ def times_ms(runs: dict[str, Run], *, budget_s: float = 0.3, least: int = 5) -> 
     return {name: statistics.median(each) for name, each in found.items()}
 
 
-def show(name: str, run: Run, beside: Run | None = None, *, budget_s: float = 0.3, note: str = "") -> float:
+def show(
+    report: Report, name: str, run: Run, beside: Run | None = None, *, budget_s: float = 0.3, note: str = ""
+) -> float:
     """Measure `run`, and `beside` by turns with it, and print both and their ratio; returns the milliseconds of `run`."""
     runs = {"ours": run} | ({} if beside is None else {"beside": beside})
     found = times_ms(runs, budget_s=budget_s)
     other = f"{found['beside']:10.3f}{found['ours'] / found['beside']:8.2f}" if beside is not None else " " * 18
-    say(f"{name:<52}{found['ours']:10.3f}{other}  {note}".rstrip())
+    report.say(f"{name:<52}{found['ours']:10.3f}{other}  {note}".rstrip())
     return found["ours"]
 
 
-def headline(title: str, beside: str) -> None:
-    say(f"\n{title:<52}{'ours ms':>10}{beside:>10}{'ratio':>8}")
+def headline(report: Report, title: str, beside: str) -> None:
+    report.say(f"\n{title:<52}{'ours ms':>10}{beside:>10}{'ratio':>8}")
 
 
-def bench_steps(profile_rows: int) -> None:
+def bench_steps(report: Report, profile_rows: int) -> None:
     """Forward passes inside the engine's runner, batch layout and sampling included, beside the same runner over
     transformers' own layers.
     """
@@ -126,9 +120,9 @@ def bench_steps(profile_rows: int) -> None:
 
         return swapped
 
-    headline("steps", "stock")
+    headline(report, "steps", "stock")
     for name, run in cases.items():
-        show(name, by("ours", run), by("stock", run), budget_s=2.0)
+        show(report, name, by("ours", run), by("stock", run), budget_s=2.0)
         if profile_rows:
             from torch.profiler import ProfilerActivity, profile
 
@@ -137,7 +131,7 @@ def bench_steps(profile_rows: int) -> None:
             print(record.key_averages().table(sort_by="self_cpu_time_total", row_limit=profile_rows))
 
 
-def bench_linear() -> None:
+def bench_linear(report: Report) -> None:
     """One product per distinct weight, 212 MB of weights in all, so that each is read from memory."""
     import torch
 
@@ -151,7 +145,7 @@ def bench_linear() -> None:
         packed = [StackedLinear([layer]) for layer in layers]
         for linear in packed:
             linear.pack(release=False)
-        headline(f"{count} products with [{width_in}, {width_out}]", "torch")
+        headline(report, f"{count} products with [{width_in}, {width_out}]", "torch")
         for rows in (1, 4, 8, 16, 32, 256):
             if rows == 256 and width_out == VOCABULARY:
                 continue
@@ -165,11 +159,11 @@ def bench_linear() -> None:
                 for weight in plain:
                     torch.nn.functional.linear(x, weight)
 
-            took_ms = show(f"{rows} rows", ours, theirs)
-            say(f"{'':52}{nbytes / took_ms / 1e6:10.1f} GB/s {rows * nbytes / took_ms / 1e6:8.0f} GFLOP/s")
+            took_ms = show(report, f"{rows} rows", ours, theirs)
+            report.say(f"{'':52}{nbytes / took_ms / 1e6:10.1f} GB/s {rows * nbytes / took_ms / 1e6:8.0f} GFLOP/s")
 
 
-def bench_attention() -> None:
+def bench_attention(report: Report) -> None:
     """One layer's reads and attention, over contexts scattered in a pool of 30 layers."""
     import numpy as np
     import torch
@@ -177,7 +171,7 @@ def bench_attention() -> None:
 
     from tieredkv.kernels import cpu_decode, cpu_prefill, reference
 
-    headline("attention", "gathered")
+    headline(report, "attention", "gathered")
     compiled = cpu_decode.can_run(HEAD_DIM, HEADS // KV_HEADS, BLOCK_SIZE)
     num_layers, num_blocks, cpu = 30, 1000, torch.device("cpu")
     blocks = torch.randn(num_blocks, num_layers, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM).bfloat16()
@@ -201,7 +195,7 @@ def bench_attention() -> None:
                 cpu_decode.paged_decode(q, blocks, layer, tables, context_lens, 0.125)
 
         name = f"decode, {len(lens)} sequences of about {lens[0]}, 30 layers"
-        show(name, *((decode_in_place, decode) if compiled else (decode,)))
+        show(report, name, *((decode_in_place, decode) if compiled else (decode,)))
     for new, context in ((1024, 1024), (17, 1024), (256, 256)):
         table = rng.permutation(num_blocks)[: -(-context // BLOCK_SIZE)].astype(np.int32)
         plan = reference.plan_prefill(table, 0, new, context, num_layers, BLOCK_SIZE, cpu)
@@ -217,10 +211,10 @@ def bench_attention() -> None:
 
         name = f"prefill, {new} of {context} tokens, 30 layers"
         in_place = compiled and cpu_prefill.can_run(HEAD_DIM, HEADS // KV_HEADS, BLOCK_SIZE)
-        show(name, *((prefill_in_place, prefill) if in_place else (prefill,)))
+        show(report, name, *((prefill_in_place, prefill) if in_place else (prefill,)))
 
 
-def bench_small() -> None:
+def bench_small(report: Report) -> None:
     """Element-wise work, where the number of operations and of temporaries decides."""
     import torch
     from torch.nn import functional
@@ -228,7 +222,7 @@ def bench_small() -> None:
     from tieredkv.fused import rotate
     from tieredkv.norm import Norm
 
-    headline("small operations", "torch")
+    headline(report, "small operations", "torch")
     for rows in (1, 8, 1024):
         x = torch.randn(rows, HIDDEN).bfloat16()
         norm = Norm(torch.randn(HIDDEN).bfloat16(), 1e-5)
@@ -248,9 +242,9 @@ def bench_small() -> None:
         def rotated(qk: torch.Tensor = qk, cos: torch.Tensor = cos, sin: torch.Tensor = sin) -> None:
             rotate(qk, cos, sin)
 
-        show(f"RMS norm by weight normalisation, {rows} rows", normed, rms_norm)
-        show(f"silu(gate) * up, {rows} rows", activated)
-        show(f"rotary embedding, {rows} rows", rotated)
+        show(report, f"RMS norm by weight normalisation, {rows} rows", normed, rms_norm)
+        show(report, f"silu(gate) * up, {rows} rows", activated)
+        show(report, f"rotary embedding, {rows} rows", rotated)
 
 
 def main() -> None:
@@ -265,10 +259,9 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(runtime.num_cores())
-    for key, value in describe().items():
-        say(f"{key:13} {value}")
-    parts: dict[str, Callable[[], None]] = {
-        "steps": lambda: bench_steps(options.profile),
+    report = Report()
+    parts: dict[str, Callable[[Report], None]] = {
+        "steps": lambda report: bench_steps(report, options.profile),
         "linear": bench_linear,
         "attention": bench_attention,
         "small": bench_small,
@@ -276,11 +269,9 @@ def main() -> None:
     with torch.inference_mode():
         for name, part in parts.items():
             if options.what in (name, "all"):
-                part()
+                part(report)
     if options.save:
-        path = RESULTS / f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-kernels.txt"
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        print(f"written to {path}")
+        print(f"written to {report.save('kernels')}")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from typing import Any
 
 from benchmarks import machine, memory_map, servers
 from benchmarks.bench_serving import Prompts, generate, generate_together, model_folder, running, say
-from benchmarks.peer_table import HIGHER, LOWER, PeerTable, Row, absolute, compare, todays_stem
+from benchmarks.peer_table import HIGHER, LOWER, PeerTable, Row, absolute, compare
+from benchmarks.report import result_stem
 from benchmarks.servers import MODEL_NAME, Server, ServerError
 from tieredkv.bench import datasets
 from tieredkv.bench import serve as load
@@ -454,7 +455,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_arguments(argv)
     servers.leave_on_sigterm()
-    stem, table = todays_stem(), PeerTable(machine.describe())
+    stem, table = result_stem("peers"), PeerTable(machine.describe())
     if options.save:
         table.take_parts(stem)
     try:

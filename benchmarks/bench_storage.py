@@ -1,6 +1,6 @@
 """How fast the disk tier is, beside a raw file of the same bytes on the same disk. Prints ratios; needs no model.
 
-    python -m benchmarks.bench_storage [--directory DIR] [--output FILE]
+    python -m benchmarks.bench_storage [--directory DIR] [--save]
 
 Store: blocks into an empty store against `write` into an empty file, neither synced. Load: verified blocks into the slots
 of an arena of the same total size against `readv` from the page cache into the same slots. Each figure is the best of
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import platform
 import shutil
 import tempfile
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
+from benchmarks.report import Report
 from tieredkv.bench.tiers import kv_like
 from tieredkv.storage.autocodec import AutoCodec, make_codec, measure_disk
 from tieredkv.storage.codec import decode
@@ -227,13 +227,12 @@ def bench_codecs(folder: Path) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=None, help="where to work (default: the temporary folder)")
-    parser.add_argument("--output", type=Path, default=None, help="also write the lines here")
+    parser.add_argument("--save", action="store_true", help="write the result to benchmarks/results/")
     options = parser.parse_args()
-    lines = [
-        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"py-lmdb {lmdb.__version__}, LMDB {'.'.join(map(str, lmdb.version()[:3]))}, numpy {np.__version__}"
-    ]
-    print(lines[0], flush=True)
+    report = Report()
+    report.say(
+        f"{'storage':13} py-lmdb {lmdb.__version__}, LMDB {'.'.join(map(str, lmdb.version()[:3]))}, numpy {np.__version__}\n"
+    )
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
         folder = Path(name)
         parts: list[Callable[[], list[str]]] = [
@@ -247,11 +246,9 @@ def main() -> None:
         ]
         for part in parts:
             for line in part():
-                print(line, flush=True)
-                lines.append(line)
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+                report.say(line)
+    if options.save:
+        print(f"written to {report.save('storage')}")
 
 
 if __name__ == "__main__":

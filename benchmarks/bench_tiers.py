@@ -1,9 +1,10 @@
 """What each tier brings: time to first token from every tier side by side, what tiers cost without reuse, and a working set
 ten times the block pool. In one process, without HTTP, ratios measured in one run.
 
-    python -m benchmarks.bench_tiers [--tokens 1024] [--rounds 5] [--json FILE]
+    python -m benchmarks.bench_tiers [--tokens 1024] [--rounds 5] [--save]
 
-Run it with nothing else on the machine. Knows the offline API only; results go to stdout as a table.
+Run it with nothing else on the machine. Knows the offline API only; results go to stdout as a table, and with `--save` to
+benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.report import Report
 from tieredkv import SamplingParams
 from tieredkv.runtime import maybe_reexec, num_cores
 
@@ -150,32 +151,36 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tokens", type=int, default=1024, help="length of the prompt whose TTFT is measured")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write all figures there as well")
+    parser.add_argument("--save", action="store_true", help="write the result to benchmarks/results/")
     args = parser.parse_args()
     maybe_reexec(sys.argv)
+    report = Report()
+    say = report.say
     with tempfile.TemporaryDirectory(prefix="tieredkv-bench-") as folder:
         ttft = measure_ttft(args, f"{folder}/ttft")
         no_reuse = measure_no_reuse(args, f"{folder}/no-reuse")
         working_set = measure_working_set(args, f"{folder}/working-set")
     median = {name: statistics.median(values) for name, values in ttft.items()}
-    print(
+    say(
         f"{args.model} {args.dtype}, {num_cores()} cores, prompt of {args.tokens} tokens, medians of {args.rounds} rounds"
     )
     for name, seconds in median.items():
         low, high = min(ttft[name]) * 1e3, max(ttft[name]) * 1e3
-        print(f"  TTFT {name:<8} {seconds * 1e3:8.1f} ms   ({low:.1f} to {high:.1f})")
+        say(f"  TTFT {name:<8} {seconds * 1e3:8.1f} ms   ({low:.1f} to {high:.1f})")
     for name, most in TARGETS.items():
         above, below = name.split(" / ")
         ratio = median[above] / median[below]
-        print(f"  {name:<18} {ratio:6.2f}   target <= {most:.2f}   {'met' if ratio <= most else 'MISSED'}")
+        say(f"  {name:<18} {ratio:6.2f}   target <= {most:.2f}   {'met' if ratio <= most else 'MISSED'}")
     kept = statistics.median(no_reuse["tiers"]) / statistics.median(no_reuse["off"])
-    print(f"  no reuse: tiers / off {kept:6.3f}   target >= 0.98   {'met' if kept >= 0.98 else 'MISSED'}")
+    say(f"  no reuse: tiers / off {kept:6.3f}   target >= 0.98   {'met' if kept >= 0.98 else 'MISSED'}")
     gain = working_set["device alone"]["p50_s"] / working_set["tiers"]["p50_s"]
     rate = working_set["tiers"]["hit_rate"]
-    print(f"  ten times the pool: TTFT p50 {gain:.1f} times lower (target >= 4), hit rate {rate:.1%} (target > 95%)")
-    if args.json:
+    say(f"  ten times the pool: TTFT p50 {gain:.1f} times lower (target >= 4), hit rate {rate:.1%} (target > 95%)")
+    if args.save:
         document = {"ttft_s": ttft, "no_reuse_tokens_per_s": no_reuse, "working_set": working_set}
-        args.json.write_text(json.dumps(document, indent=2) + "\n")
+        path = report.save("tiers")
+        path.with_suffix(".json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        print(f"written to {path}")
     return 0
 
 

@@ -5,7 +5,6 @@ Knows no clock and no HTTP: `bench_serving` fills the samples. A result is plain
 
 from __future__ import annotations
 
-import datetime
 import json
 import statistics
 from collections.abc import Sequence
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
+from benchmarks.report import result_stem
 from benchmarks.servers import MODEL_NAME, Server
 
-RESULTS = Path(__file__).with_name("results")
 PROMPT_TOKENS = 1024
 BATCH_STREAMS, BATCH_IN, BATCH_OUT = 8, 256, 64
 
@@ -111,7 +110,7 @@ def reached(figure: Figure, ratio: float) -> bool:
 def as_text(result: dict[str, Any]) -> str:
     """The result as a table for people."""
     names = list(result["servers"])
-    lines = [f"{key:13} {value}" for key, value in result["machine"].items()]
+    lines = machine.lines(result["machine"])
     lines.append(f"{'model':13} {result['model']}")
     for name in names:
         info = result["servers"][name]
@@ -145,8 +144,7 @@ def as_text(result: dict[str, Any]) -> str:
 
 def save(result: dict[str, Any]) -> Path:
     """Write `results/<date>-serving.json` and `.txt`; returns the latter's path."""
-    RESULTS.mkdir(exist_ok=True)
-    stem = RESULTS / f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-serving"
+    stem = result_stem("serving")
     stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     text = stem.with_suffix(".txt")
     text.write_text(as_text(result), encoding="utf-8")

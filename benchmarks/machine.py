@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +31,11 @@ def describe() -> dict[str, str]:
         "tieredkv": _version("tieredkv"),
         "commit": _commit(),
     }
+
+
+def lines(machine: Mapping[str, str]) -> list[str]:
+    """A description as a result file begins with it."""
+    return [f"{key:13} {value}" for key, value in machine.items()]
 
 
 def _cpuinfo(key: str) -> str:

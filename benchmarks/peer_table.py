@@ -6,14 +6,13 @@ one: a file keeps those that were not measured again, and each part says at whic
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import RESULTS
+from benchmarks import machine
 
 LOWER, HIGHER = "at most", "at least"
 
@@ -69,17 +68,12 @@ class PeerTable:
 
     def as_text(self) -> str:
         """The table for people."""
-        lines = [f"{key:13} {value}" for key, value in self.machine.items()]
+        lines = machine.lines(self.machine)
         lines += ["", f"{'figure':58}{'ours':>10}{'theirs':>10}  {'unit':11}{'peer':18}{'ratio':>8}  target"]
         for part, found in self.parts.items():
             lines.append(f"-- {part} ({found['measured']})")
             lines += [_line(Row(**row)) for row in found["rows"]]
         return "\n".join(lines) + "\n"
-
-
-def todays_stem() -> Path:
-    """Where today's results lie, without a suffix."""
-    return RESULTS / f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-peers"
 
 
 def _line(row: Row) -> str:
