@@ -29,6 +29,8 @@ _RELEASING: dict[str, tuple[int, ...]] = {
     "MallocExtension_ReleaseFreeMemory": (),
     "malloc_trim": (0,),
 }
+_MADV_POPULATE_WRITE = 23
+_TOUCHED_AHEAD_NBYTES = 96 * 1024**2
 _SETTINGS = {
     # mimalloc: huge pages for the weights, and memory that a step gives back stays for the next one (ms).
     "MIMALLOC_ALLOW_LARGE_OS_PAGES": "1",
@@ -72,7 +74,8 @@ def free_memory_nbytes() -> int:
 
 def anonymous_memory(nbytes: int) -> mmap.mmap:
     """A zeroed mapping that takes memory only as it is touched, for keys and values: in huge pages where the kernel gives
-    them, and left out of core dumps, because what it will hold encodes prompts. Raises `OSError`, `ValueError`.
+    them, and left out of core dumps, because what it will hold encodes prompts. Its beginning is touched already, so that
+    the first requests do not wait for the system to find memory. Raises `OSError`, `ValueError`.
     """
     if not sys.platform.startswith("linux"):
         return mmap.mmap(-1, nbytes)
@@ -81,6 +84,9 @@ def anonymous_memory(nbytes: int) -> mmap.mmap:
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):
         with contextlib.suppress(OSError):
             memory.madvise(advice)
+    # Kernels before 5.14 do not know this advice: there the first requests find their pages themselves.
+    with contextlib.suppress(OSError):
+        memory.madvise(_MADV_POPULATE_WRITE, 0, min(nbytes, _TOUCHED_AHEAD_NBYTES))
     return memory
 
 

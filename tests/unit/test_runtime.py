@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -75,9 +77,9 @@ def test_there_is_at_least_one_core():
 
 def test_memory_for_blocks_is_counted_apart_from_everything_else():
     nbytes = 8 * 1024**2
-    memory = runtime.anonymous_memory(nbytes)
     account = Path("/proc/self/smaps").read_text
     before = memory_map.resident(account(), Path("/nowhere"))
+    memory = runtime.anonymous_memory(nbytes)
     memory[:] = b"x" * nbytes
     after = memory_map.resident(account(), Path("/nowhere"))
     assert after.blocks - before.blocks == nbytes
@@ -106,3 +108,18 @@ def test_every_mapping_is_of_one_kind():
 
 def test_free_memory_can_be_released_whatever_the_allocator():
     runtime.release_free_memory()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts the page faults of a Linux thread")
+def test_the_beginning_of_anonymous_memory_is_there_before_it_is_used():
+    try:
+        mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).madvise(runtime._MADV_POPULATE_WRITE)
+    except OSError:
+        pytest.skip("a kernel without this advice")
+    nbytes = 8 * 1024**2
+    memory = runtime.anonymous_memory(nbytes)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for at in range(0, nbytes, mmap.PAGESIZE):
+        memory[at] = 1
+    # Fewer than one for a hundred pages: the interpreter has its own.
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < nbytes // mmap.PAGESIZE // 100
