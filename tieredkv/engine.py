@@ -261,6 +261,8 @@ class Engine:
                 if self._core.has_work:
                     self._publish(self._core.step())
                     rested_from_s = time.monotonic() + _REST_S
+                    # If that was the last one, what it computed waits to be saved: nothing else may ever wake this thread.
+                    self._is_saving = True
                 else:
                     rested = time.monotonic() >= rested_from_s
                     self._is_saving = self._core.work_idle(save=rested) or not rested
