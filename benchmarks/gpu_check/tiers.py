@@ -21,7 +21,7 @@ from benchmarks.gpu_check.serving import Answer, ask, forget_device, forget_host
 from benchmarks.gpu_check.worker import Context
 from tieredkv.config import Config
 from tieredkv.models import LoadedModel, stock_logits
-from tieredkv.types import TokenSources
+from tieredkv.types import Tier, TokenSources
 
 # Log-probabilities of the first token, cold against restored, in bfloat16.
 LOGPROB_TOLERANCE = 0.5
@@ -74,8 +74,8 @@ def wrong_sources(found: dict[str, list[Answer]], prompts: Sequence[list[int]], 
     """Where a prefix did not come from where it should; empty when all did."""
     for tier, answers in found.items():
         for answer, prompt in zip(answers, prompts, strict=True):
-            cached = 0 if tier == "cold" else (len(prompt) - 1) // block_size * block_size
-            expected = TokenSources(computed=len(prompt) - cached, **({tier: cached} if cached else {}))
+            tiers = [] if tier == "cold" else [Tier(tier)] * (len(prompt) // block_size)
+            expected = TokenSources.of_prompt(tiers, block_size, len(prompt))
             if answer.sources != expected:
                 return f"{tier}: {answer.sources}"
     return ""
