@@ -59,6 +59,16 @@ def test_the_cache_report_has_all_its_fields(http, admin):
     assert report["min_hit_tokens"] == BLOCK_SIZE
 
 
+@pytest.mark.parametrize("name", ["", "other"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/admin/cache/flush", {}), ("/admin/cache/lookup", {"prompt": "x"}), ("/admin/pins", {"tokens": TOKENS})],
+)
+def test_a_name_of_no_model_is_refused(http, name, path, body):
+    assert http.post(path, json=body | {"model": name}).status_code == 404
+    assert http.post(path, json=body | {"model": None}).is_success
+
+
 def test_prefixes_come_in_pages(http, admin):
     held = [admin.hold([i] * 32, name=f"n{i}").id for i in range(5)]
     seen, cursor = [], None

@@ -85,8 +85,13 @@ class Call:
         if optional and no_body and "content-type" not in headers:
             return parse(kind, {})
         body = await self.service.read(self.request, kind)
-        self.service.check_model(body.model)
+        self.check_model(body.model)
         return body
+
+    def check_model(self, name: str | None) -> None:
+        """Raise `RequestError` (404) unless `name` is None or served here; an empty name is no name of a model."""
+        if name is not None:
+            self.service.check_model(name, default=False)
 
     def query(self, kind: type[QueryT]) -> QueryT:
         return parse_query(kind, self.request.query_params)

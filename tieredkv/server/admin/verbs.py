@@ -109,7 +109,7 @@ async def warm(call: Call) -> Response:
     body = await call.read(WarmBody)
     prompts = []
     for index, entry in enumerate(body.prompts):
-        call.service.check_model(entry.model)
+        call.check_model(entry.model)
         tenant, owner = call.tenant(entry)
         token_ids = await call.tokens(entry, f"prompts.{index}.")
         prompts.append(
