@@ -20,7 +20,6 @@ float32.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +30,6 @@ from numpy.typing import NDArray
 
 from tieredkv.kernels import cpu_jit
 from tieredkv.kernels.cpu_jit import LANES, Emitter, Value, floats, i64
-
-logger = logging.getLogger(__name__)
 
 # Registers for queries and for the partial sums of their scores; the rest is for keys.
 _MOST_REGISTERS = 28
@@ -50,15 +47,9 @@ _LOWEST = -1e38
 @functools.cache
 def can_run(head_dim: int, group: int, block_size: int) -> bool:
     """Whether the kernel serves `group` query heads to a key head and compiles here."""
-    if head_dim % (2 * LANES) or head_dim > _MOST_HEAD_DIM or block_size % LANES or not cpu_jit.is_available():
+    if head_dim % (2 * LANES) or head_dim > _MOST_HEAD_DIM or block_size % LANES:
         return False
-    try:
-        _kernel(head_dim, group, block_size)
-    except Exception as error:
-        # Another LLVM, another libffi: whatever is in the way, the path through torch serves.
-        logger.warning("no attention of our own on this CPU: %s", error)
-        return False
-    return True
+    return cpu_jit.works("attention", lambda: _kernel(head_dim, group, block_size))
 
 
 def paged_decode(

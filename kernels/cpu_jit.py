@@ -222,6 +222,20 @@ def is_available() -> bool:
     return True
 
 
+def works(what: str, check: Callable[[], object]) -> bool:
+    """Whether kernels can be had here and `check`, which compiles one of them, neither raises nor is False. `what` it is for
+    goes into the warning where it raises.
+    """
+    if not is_available():
+        return False
+    try:
+        return check() is not False
+    except Exception as error:
+        # Another LLVM, another libffi: whatever is in the way, the path through torch serves.
+        logger.warning("no %s of our own on this CPU: %s", what, error)
+        return False
+
+
 def compile_kernel(
     name: str, kinds: Sequence[Value], write: Callable[[Emitter, list[Value], Value, Value], None]
 ) -> Callable[..., None]:

@@ -16,7 +16,6 @@ Knows nothing of layers. Invariant: sums are float32 from the first product to t
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +23,6 @@ import torch
 
 from tieredkv.kernels import cpu_jit
 from tieredkv.kernels.cpu_jit import LANES, Emitter, Value, floats, i64
-
-logger = logging.getLogger(__name__)
 
 PANEL = 2 * LANES
 # Rows whose sums fill half of the registers; twelve spill and are slower.
@@ -65,17 +62,13 @@ def unpacked_rows(packed: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def can_run() -> bool:
     """Whether the kernel compiles here and multiplies right."""
-    if not cpu_jit.is_available():
-        return False
-    weight = torch.arange(64 * 32, dtype=torch.float32).sin().view(64, 32).bfloat16()
-    x = torch.arange(9 * 32, dtype=torch.float32).cos().view(9, 32).bfloat16()
-    try:
-        right = torch.allclose(linear(x, pack(weight)).float(), x.float() @ weight.float().T, rtol=0.02, atol=0.05)
-    except Exception as error:
-        # Another LLVM, another libffi: whatever is in the way, the path through torch serves.
-        logger.warning("no products of our own on this CPU: %s", error)
-        return False
-    return right
+
+    def right() -> bool:
+        weight = torch.arange(64 * 32, dtype=torch.float32).sin().view(64, 32).bfloat16()
+        x = torch.arange(9 * 32, dtype=torch.float32).cos().view(9, 32).bfloat16()
+        return torch.allclose(linear(x, pack(weight)).float(), x.float() @ weight.float().T, rtol=0.02, atol=0.05)
+
+    return cpu_jit.works("products", right)
 
 
 def linear(

@@ -18,7 +18,6 @@ Knows nothing of requests. Invariants: as in `cpu_decode`; a query sees no key a
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +29,6 @@ from numpy.typing import NDArray
 from tieredkv.kernels import cpu_decode, cpu_jit
 from tieredkv.kernels.cpu_jit import LANES, Emitter, Value, floats, i64
 from tieredkv.kernels.cpu_linear import MOST_ROWS, PANEL, multiply
-
-logger = logging.getLogger(__name__)
 
 _KEYS = 64
 _LOWEST = -1e38
@@ -45,15 +42,9 @@ _SUMS_NBYTES = MOST_ROWS * PANEL * 4
 @functools.cache
 def can_run(head_dim: int, group: int, block_size: int) -> bool:
     """Whether the kernel serves `group` query heads to a key head and compiles here."""
-    if head_dim % PANEL or head_dim > _MOST_HEAD_DIM or block_size % LANES or not cpu_jit.is_available():
+    if head_dim % PANEL or head_dim > _MOST_HEAD_DIM or block_size % LANES:
         return False
-    try:
-        _kernel(head_dim, group, block_size)
-    except Exception as error:
-        # Another LLVM, another libffi: whatever is in the way, the path through torch serves.
-        logger.warning("no prefill attention of our own on this CPU: %s", error)
-        return False
-    return True
+    return cpu_jit.works("prefill attention", lambda: _kernel(head_dim, group, block_size))
 
 
 def paged_prefill(

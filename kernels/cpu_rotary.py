@@ -8,7 +8,6 @@ Knows nothing of requests. Invariant: equal to `fused.rotate` and `reference.wri
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,21 +16,13 @@ import torch
 from tieredkv.kernels import cpu_jit
 from tieredkv.kernels.cpu_jit import LANES, Emitter, Value, i64
 
-logger = logging.getLogger(__name__)
-
 
 @functools.cache
 def can_run(head_dim: int, rotated: int) -> bool:
     """Whether the kernel serves heads whose first `rotated` numbers turn, and compiles here."""
-    if head_dim % LANES or rotated % (2 * LANES) or not cpu_jit.is_available():
+    if head_dim % LANES or rotated % (2 * LANES):
         return False
-    try:
-        _kernel(head_dim, rotated // 2)
-    except Exception as error:
-        # Another LLVM, another libffi: whatever is in the way, the path through torch serves.
-        logger.warning("no rotary embedding of our own on this CPU: %s", error)
-        return False
-    return True
+    return cpu_jit.works("rotary embedding", lambda: _kernel(head_dim, rotated // 2))
 
 
 def rotate_and_store(

@@ -156,11 +156,10 @@ class Spiller:
 
     def _copy_coldest(self) -> int:
         room = self._watermark - (self._pool.num_free - self._pool.num_findable_free)
-        # What finds no place in the queue for the disk would leave slots that only let blocks pass, and be copied again.
-        most = self.blocks_per_step if self._host.keeps else self._max_storing - len(self._to_disk)
+        most = self._most_to_copy(self.blocks_per_step)
         chosen: dict[bytes, int] = {}
         for block_id in self._pool.coldest():
-            if room <= 0 or len(chosen) >= min(most, self.blocks_per_step):
+            if room <= 0 or len(chosen) >= most:
                 break
             room -= 1
             block_hash = self._pool.hash_of(block_id)
@@ -170,10 +169,9 @@ class Spiller:
 
     def _copy_wanted(self) -> int:
         chosen: dict[bytes, int] = {}
-        # Slots that only let blocks pass are for what the disk takes soon.
-        room = _BATCH if self._host.keeps else self._max_storing - len(self._to_disk)
+        most = self._most_to_copy(_BATCH)
         for block_hash in self._keeper.wanted:
-            if len(chosen) >= min(_BATCH, room):
+            if len(chosen) >= most:
                 break
             block_id = self._pool.find(block_hash)
             if block_id is None or block_hash in self._copying or block_hash not in self._info:
@@ -183,6 +181,10 @@ class Spiller:
             elif block_hash not in self._barred:
                 chosen[block_hash] = block_id
         return self._copy(chosen)
+
+    def _most_to_copy(self, limit: int) -> int:
+        """Up to `limit`. Slots that only let blocks pass are for what the disk takes soon: all else would be copied again."""
+        return limit if self._host.keeps else min(limit, self._max_storing - len(self._to_disk))
 
     def save_some(self) -> int:
         """Bring some unsaved blocks one tier further down; returns how many were started. 0 means: nothing can be done now.
