@@ -45,14 +45,12 @@ def times_ms(runs: dict[str, Run], *, budget_s: float = 0.3, least: int = 5) -> 
     return {name: statistics.median(each) for name, each in found.items()}
 
 
-def show(
-    report: Report, name: str, run: Run, beside: Run | None = None, *, budget_s: float = 0.3, note: str = ""
-) -> float:
+def show(report: Report, name: str, run: Run, beside: Run | None = None, *, budget_s: float = 0.3) -> float:
     """Measure `run`, and `beside` by turns with it, and print both and their ratio; returns the milliseconds of `run`."""
     runs = {"ours": run} | ({} if beside is None else {"beside": beside})
     found = times_ms(runs, budget_s=budget_s)
     other = f"{found['beside']:10.3f}{found['ours'] / found['beside']:8.2f}" if beside is not None else " " * 18
-    report.say(f"{name:<52}{found['ours']:10.3f}{other}  {note}".rstrip())
+    report.say(f"{name:<52}{found['ours']:10.3f}{other}".rstrip())
     return found["ours"]
 
 
